@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guard and guard, and router and guard: the control conversation. Version 1.
+
+Over ZMQ (DEALER to ROUTER, CURVE when the deployment has a secret) between hosts, over a Unix
+seqpacket socket on one host. Every request carries an ``op`` that its reply repeats. The destination
+of blocks asks, reads the bytes itself, verifies and commits; the source only says where they are.
+"""
+
+from __future__ import annotations
+
+from kvcr.layout import Layout
+from kvcr.protocol.codec import Codec, Message
+
+VERSION = 1
+MAX_CONTROL_BYTES = 1 << 20
+
+
+class PeerHello(Message, frozen=True):
+    version: int
+    op: int
+    name: str
+    """Guard (or router) that asks."""
+    incarnation: int
+    layout_digest: str
+    """Empty for a router."""
+    nixl_metadata: bytes = b""
+
+
+class PeerWelcome(Message, frozen=True):
+    """``layout`` is None while no engine has attached yet: "not ready", which is not a miss."""
+
+    op: int
+    name: str
+    incarnation: int
+    epoch: int
+    layout: Layout | None
+    boot_id: str
+    pool_dir: str
+    unix_socket: str
+    slots: int
+    nixl_agent: str = ""
+    nixl_metadata: bytes = b""
+    region_addresses: list[int] = []
+    """Address of each rank's data region in the serving process; NIXL READ needs it."""
+
+
+class PeerRefused(Message, frozen=True):
+    """``code``: version | layout | not_ready | unknown_lease | too_large"""
+
+    op: int
+    code: str
+    reason: str
+
+
+class Lease(Message, frozen=True):
+    """Hold what you have of these keys for ``lease_ms`` so that I can read it."""
+
+    op: int
+    name: str
+    incarnation: int
+    keys: bytes
+    lease_ms: int
+    transport: str
+    """``shm`` or ``nixl``: with ``nixl`` the source keeps its agent progressing while the lease lives"""
+
+
+class Leased(Message, frozen=True):
+    op: int
+    incarnation: int
+    lease_id: int
+    statuses: bytes
+    """uint8 BlockStatus for each key: OK or MISS"""
+    slots: bytes
+    """int32 for each key, -1 where missing"""
+    generations: bytes
+    """uint64 for each key"""
+    checksums: bytes
+    """uint64 for each key and rank, key-major: xxh3-64 of that rank's part"""
+    lease_ms: int
+
+
+class Release(Message, frozen=True):
+    """No reply. ``corrupt_slots`` did not verify at the reader: the source checks and quarantines them.
+
+    ``block_count``/``byte_count`` say what the reader read under the lease, so that both sides' counters agree.
+    """
+
+    lease_id: int
+    block_count: int = 0
+    byte_count: int = 0
+    transport: str = ""
+    corrupt_slots: bytes = b""
+    corrupt_generations: bytes = b""
+
+
+class Snapshot(Message, frozen=True):
+    """Router to guard: the whole inventory from slot ``cursor`` on, in chunks."""
+
+    op: int
+    cursor: int = 0
+
+
+class SnapshotChunk(Message, frozen=True):
+    """``next_cursor`` is -1 in the last chunk; ``sequence`` is the event sequence the chunk is true at."""
+
+    op: int
+    guard: str
+    incarnation: int
+    sequence: int
+    keys: bytes
+    engine_hashes: bytes
+    positions: bytes
+    next_cursor: int
+    digest: int = 0
+    count: int = 0
+
+
+class Replay(Message, frozen=True):
+    """Router to guard: inventory events ``first..last`` again; answered by Replayed or PeerRefused."""
+
+    op: int
+    first: int
+    last: int
+
+
+class Replayed(Message, frozen=True):
+    """``batches`` are encoded :class:`kvcr.protocol.events.Inventory` messages, in sequence."""
+
+    op: int
+    batches: list[bytes]
+
+
+ToServer = PeerHello | Lease | Release | Snapshot | Replay
+ToClient = PeerWelcome | PeerRefused | Leased | SnapshotChunk | Replayed
+
+to_server: Codec[ToServer] = Codec(ToServer, max_bytes=MAX_CONTROL_BYTES)
+to_client: Codec[ToClient] = Codec(ToClient, max_bytes=MAX_CONTROL_BYTES)
