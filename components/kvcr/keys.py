@@ -36,7 +36,7 @@ class KeySpace(msgspec.Struct, frozen=True):
 
     namespace: str
     model: str
-    """Model identity: name, weights fingerprint and weights generation, as :func:`model_identity` writes it."""
+    """Model identity: name, weights fingerprint and generation, as :func:`model_identity` writes it."""
     group: int = 0
     """KV-cache group id of the engine; 0 for models with one full-attention group."""
     lora_name: str = ""
@@ -80,9 +80,8 @@ def extend_chain(
     keys: list[BlockKey] = []
     # A loop, because each key needs the one before it.
     for start in range(0, len(raw) - step + 1, step):
-        parent = BlockKey(
-            hashlib.blake2b(parent + raw[start : start + step], digest_size=KEY_BYTES, person=b"kvcr-block").digest()
-        )
+        block = parent + raw[start : start + step]
+        parent = BlockKey(hashlib.blake2b(block, digest_size=KEY_BYTES, person=b"kvcr-block").digest())
         keys.append(parent)
     return keys
 

@@ -45,7 +45,8 @@ class Codec(Generic[T]):
         raw = self._encoder.encode(message)
         if len(raw) > self._max_bytes:
             raise ProtocolError(
-                f"{type(message).__name__} has {len(raw)} bytes, the limit is {self._max_bytes}; split the batch"
+                f"{type(message).__name__} has {len(raw)} bytes, the limit is {self._max_bytes}; "
+                "split the batch"
             )
         return raw
 

@@ -196,6 +196,8 @@ class FetchProgress(Message, frozen=True):
     pulled_bytes: int = 0
     seconds: float = 0.0
     transport: str = ""
+    first: int = 0
+    """``first`` of the Fetch, to tell the parts of a split one apart."""
 
 
 class Finish(Message, frozen=True):

@@ -24,6 +24,8 @@ class PeerHello(Message, frozen=True):
     layout_digest: str
     """Empty for a router."""
     nixl_metadata: bytes = b""
+    want_nixl: bool = False
+    """Start your NIXL agent if need be and tell me about it; without this the welcome may lack it."""
 
 
 class PeerWelcome(Message, frozen=True):
@@ -40,7 +42,7 @@ class PeerWelcome(Message, frozen=True):
     slots: int
     nixl_agent: str = ""
     nixl_metadata: bytes = b""
-    region_addresses: list[int] = []
+    region_addresses: tuple[int, ...] = ()
     """Address of each rank's data region in the serving process; NIXL READ needs it."""
 
 
@@ -82,7 +84,8 @@ class Leased(Message, frozen=True):
 class Release(Message, frozen=True):
     """No reply. ``corrupt_slots`` did not verify at the reader: the source checks and quarantines them.
 
-    ``block_count``/``byte_count`` say what the reader read under the lease, so that both sides' counters agree.
+    ``block_count`` and ``byte_count`` say what the reader read under the lease, so that both sides'
+    counters agree.
     """
 
     lease_id: int

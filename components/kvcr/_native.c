@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvcr._native: the few operations on the pool's shared memory that need ordering or a tight loop.
+//
+// Control words (state << 56 | generation) are the only commit points of the pool. They are stored
+// with release and loaded with acquire order, so that a reader that sees a READY word also sees the
+// record and the bytes written before it, on every architecture. Everything else (columns, index) is
+// derived or guarded by them.
+//
+// The index is a table of buckets of 8 u64 entries, tag << 32 | slot + 1, zero when empty; a key lives in
+// one of two buckets. kvcr/pool/fallback.py is the same in numpy; both run the same tests.
+//
+// All arguments are C-contiguous buffers; lengths are checked here, so that a wrong call raises
+// ValueError and never touches memory it was not given.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define KEY_BYTES 16
+#define BUCKET_ENTRIES 8
+#define STATE_SHIFT 56
+#define GENERATION_MASK ((UINT64_C(1) << STATE_SHIFT) - 1)
+#define STATE_READY UINT64_C(2)
+// Keys hashed and prefetched ahead of their probe: a probe is two cache misses, and they overlap.
+#define PROBE_AHEAD 16
+// Below this a probe is shorter than handing the GIL over and back.
+#define RELEASE_GIL_ABOVE 512
+
+typedef struct {
+    uint64_t low;
+    uint64_t high;
+} block_key;
+
+typedef struct {
+    uint64_t first;
+    uint64_t second;
+    uint32_t tag;
+} probe;
+
+static inline probe probe_of(const uint8_t *key, uint64_t mask)
+{
+    uint64_t low, high;
+    memcpy(&low, key, 8);
+    memcpy(&high, key + 8, 8);
+    // splitmix64's finaliser: keys are cryptographic hashes, but the table must not depend on it.
+    uint64_t x = low + high * UINT64_C(0x9E3779B97F4A7C15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    x ^= x >> 31;
+    probe p;
+    p.first = x & mask;
+    p.second = (x >> 32) & mask;
+    p.tag = (uint32_t)((x * UINT64_C(0xD6E8FEB86659FD93)) >> 32);
+    return p;
+}
+
+static inline uint64_t load(const uint64_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+static inline void store(uint64_t *word, uint64_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+    // Orders this word before the record stores that may follow it: a reader that sees a byte of the
+    // slot's next life then also sees that this word has changed.
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+// ---------------------------------------------------------------------------------------- arguments
+
+static int get_buffer(PyObject *object, Py_buffer *view, int writable, Py_ssize_t item, const char *name)
+{
+    int flags = PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, view, flags) < 0)
+        return -1;
+    if (view->len % item != 0 || (item > 1 && item != KEY_BYTES && ((uintptr_t)view->buf) % (size_t)item != 0)) {
+        PyErr_Format(PyExc_ValueError, "%s: %zd bytes are not aligned items of %zd bytes", name, view->len, item);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+typedef struct {
+    const char *name;
+    Py_ssize_t item;
+    int writable;
+} argument;
+
+static void release_all(Py_buffer *views, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; i++)
+        PyBuffer_Release(&views[i]);
+}
+
+static int take_buffers(PyObject *const *args, Py_ssize_t nargs, const argument *wanted, Py_ssize_t count,
+                        Py_buffer *views)
+{
+    if (nargs != count) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", count, nargs);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (get_buffer(args[i], &views[i], wanted[i].writable, wanted[i].item, wanted[i].name) < 0) {
+            release_all(views, i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int same_count(Py_ssize_t got, Py_ssize_t wanted, const char *name)
+{
+    if (got == wanted)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zd items, expected %zd", name, got, wanted);
+    return -1;
+}
+
+// Number of buckets minus one, or -1 with an error set.
+static int64_t bucket_mask(const Py_buffer *buckets)
+{
+    Py_ssize_t count = buckets->len / (Py_ssize_t)(sizeof(uint64_t) * BUCKET_ENTRIES);
+    if (count < 1 || (count & (count - 1)) != 0 || count > ((Py_ssize_t)1 << 32)
+        || buckets->len % (Py_ssize_t)(sizeof(uint64_t) * BUCKET_ENTRIES) != 0) {
+        PyErr_Format(PyExc_ValueError, "buckets: %zd bytes are not a power of two of buckets", buckets->len);
+        return -1;
+    }
+    return (int64_t)count - 1;
+}
+
+// --------------------------------------------------------------------------------------- functions
+
+PyDoc_STRVAR(load_words_doc,
+"load_words(words: u64[m], indices: i32[n], out: u64[n]) -> None\n\n"
+"Acquire loads. An index outside of words raises IndexError.");
+
+static PyObject *native_load_words(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"words", 8, 0}, {"indices", 4, 0}, {"out", 8, 1}};
+    Py_buffer v[3];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 3, v) < 0)
+        return NULL;
+    const uint64_t *words = v[0].buf;
+    const int32_t *indices = v[1].buf;
+    uint64_t *out = v[2].buf;
+    Py_ssize_t m = v[0].len / 8, n = v[1].len / 4;
+    if (same_count(v[2].len / 8, n, "out") < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (indices[i] < 0 || indices[i] >= m) {
+            PyErr_Format(PyExc_IndexError, "index %d is outside of %zd words", (int)indices[i], m);
+            goto done;
+        }
+        out[i] = load(&words[indices[i]]);
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 3);
+    return result;
+}
+
+PyDoc_STRVAR(store_words_doc,
+"store_words(words: u64[m], indices: i32[n], values: u64[n]) -> None\n\n"
+"Release stores, in order. An index outside of words raises IndexError before anything is stored.");
+
+static PyObject *native_store_words(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"words", 8, 1}, {"indices", 4, 0}, {"values", 8, 0}};
+    Py_buffer v[3];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 3, v) < 0)
+        return NULL;
+    uint64_t *words = v[0].buf;
+    const int32_t *indices = v[1].buf;
+    const uint64_t *values = v[2].buf;
+    Py_ssize_t m = v[0].len / 8, n = v[1].len / 4;
+    if (same_count(v[2].len / 8, n, "values") < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (indices[i] < 0 || indices[i] >= m) {
+            PyErr_Format(PyExc_IndexError, "index %d is outside of %zd words", (int)indices[i], m);
+            goto done;
+        }
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        store(&words[indices[i]], values[i]);
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 3);
+    return result;
+}
+
+static int64_t find(const uint64_t *buckets, const probe *p, const uint8_t *key, const uint64_t *control,
+                    const block_key *keys, uint64_t slots, uint64_t *generation)
+{
+    block_key wanted;
+    memcpy(&wanted, key, KEY_BYTES);
+    for (int choice = 0; choice < 2; choice++) {
+        const uint64_t *bucket = buckets + (choice ? p->second : p->first) * BUCKET_ENTRIES;
+        for (int e = 0; e < BUCKET_ENTRIES; e++) {
+            uint64_t entry = load(&bucket[e]);
+            if (entry == 0 || (uint32_t)(entry >> 32) != p->tag)
+                continue;
+            uint64_t slot = (entry & UINT64_C(0xFFFFFFFF)) - 1;
+            if (slot >= slots)
+                continue;
+            uint64_t before = load(&control[slot]);
+            if (before >> STATE_SHIFT != STATE_READY)
+                continue;
+            uint64_t low = __atomic_load_n(&keys[slot].low, __ATOMIC_RELAXED);
+            uint64_t high = __atomic_load_n(&keys[slot].high, __ATOMIC_RELAXED);
+            __atomic_thread_fence(__ATOMIC_ACQUIRE);
+            uint64_t after = __atomic_load_n(&control[slot], __ATOMIC_RELAXED);
+            if (before == after && low == wanted.low && high == wanted.high) {
+                *generation = before & GENERATION_MASK;
+                return (int64_t)slot;
+            }
+        }
+    }
+    *generation = 0;
+    return -1;
+}
+
+static void lookup_all(const uint8_t *wanted, Py_ssize_t n, const uint64_t *buckets, uint64_t mask,
+                       const uint64_t *control, const block_key *keys, uint64_t slots, int32_t *out_slots,
+                       uint64_t *out_generations)
+{
+    probe probes[PROBE_AHEAD];
+    for (Py_ssize_t start = 0; start < n; start += PROBE_AHEAD) {
+        int count = (int)(n - start < PROBE_AHEAD ? n - start : PROBE_AHEAD);
+        for (int i = 0; i < count; i++) {
+            probes[i] = probe_of(wanted + (start + i) * KEY_BYTES, mask);
+            __builtin_prefetch(buckets + probes[i].first * BUCKET_ENTRIES);
+            __builtin_prefetch(buckets + probes[i].second * BUCKET_ENTRIES);
+        }
+        for (int i = 0; i < count; i++)
+            out_slots[start + i] = (int32_t)find(buckets, &probes[i], wanted + (start + i) * KEY_BYTES, control,
+                                                 keys, slots, &out_generations[start + i]);
+    }
+}
+
+PyDoc_STRVAR(lookup_doc,
+"lookup(keys: 16 B[n], buckets: u64, control: u64[m], key_column: 16 B[m], out_slots: i32[n],\n"
+"       out_generations: u64[n]) -> None\n\n"
+"Slot and generation of each key, -1 and 0 for a miss. A hit is confirmed by the full key between two\n"
+"loads of the control word. Releases the GIL on large batches.");
+
+static PyObject *native_lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"keys", KEY_BYTES, 0},       {"buckets", 8, 0},   {"control", 8, 0},
+                                      {"key_column", KEY_BYTES, 0}, {"out_slots", 4, 1}, {"out_generations", 8, 1}};
+    Py_buffer v[6];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 6, v) < 0)
+        return NULL;
+    Py_ssize_t n = v[0].len / KEY_BYTES, m = v[2].len / 8;
+    int64_t mask = bucket_mask(&v[1]);
+    if (mask < 0 || same_count(v[3].len / KEY_BYTES, m, "key_column") < 0
+        || same_count(v[4].len / 4, n, "out_slots") < 0 || same_count(v[5].len / 8, n, "out_generations") < 0)
+        goto done;
+    if (((uintptr_t)v[3].buf) % 8 != 0) {
+        PyErr_SetString(PyExc_ValueError, "key_column is not aligned to 8 bytes");
+        goto done;
+    }
+    if (n >= RELEASE_GIL_ABOVE) {
+        Py_BEGIN_ALLOW_THREADS
+        lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
+        Py_END_ALLOW_THREADS
+    } else {
+        lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 6);
+    return result;
+}
+
+PyDoc_STRVAR(still_doc,
+"still(control: u64[m], slots: i32[n], generations: u64[n], out: bool[n]) -> None\n\n"
+"Whether each slot is READY in that generation now. Slots outside of control are not. Everything the\n"
+"caller read before this call was read before the control words are.");
+
+static PyObject *native_still(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"control", 8, 0}, {"slots", 4, 0}, {"generations", 8, 0}, {"out", 1, 1}};
+    Py_buffer v[4];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 4, v) < 0)
+        return NULL;
+    const uint64_t *control = v[0].buf;
+    const int32_t *slots = v[1].buf;
+    const uint64_t *generations = v[2].buf;
+    uint8_t *out = v[3].buf;
+    Py_ssize_t m = v[0].len / 8, n = v[1].len / 4;
+    if (same_count(v[2].len / 8, n, "generations") < 0 || same_count(v[3].len, n, "out") < 0)
+        goto done;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        uint64_t ready = (STATE_READY << STATE_SHIFT) | (generations[i] & GENERATION_MASK);
+        out[i] = slots[i] >= 0 && slots[i] < m && generations[i] <= GENERATION_MASK
+                 && load(&control[slots[i]]) == ready;
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 4);
+    return result;
+}
+
+static uint64_t *empty_entry(uint64_t *bucket, int *used)
+{
+    uint64_t *found = NULL;
+    *used = 0;
+    for (int e = 0; e < BUCKET_ENTRIES; e++) {
+        if (load(&bucket[e]) != 0)
+            (*used)++;
+        else if (found == NULL)
+            found = &bucket[e];
+    }
+    return found;
+}
+
+PyDoc_STRVAR(insert_doc,
+"insert(buckets: u64, keys: 16 B[n], slots: i32[n], out: bool[n]) -> None\n\n"
+"Adds key -> slot to the emptier of the key's two buckets; out is False where both are full. The caller\n"
+"has made sure that the key is not there.");
+
+static PyObject *native_insert(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"buckets", 8, 1}, {"keys", KEY_BYTES, 0}, {"slots", 4, 0}, {"out", 1, 1}};
+    Py_buffer v[4];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 4, v) < 0)
+        return NULL;
+    uint64_t *buckets = v[0].buf;
+    const uint8_t *keys = v[1].buf;
+    const int32_t *slots = v[2].buf;
+    uint8_t *out = v[3].buf;
+    Py_ssize_t n = v[1].len / KEY_BYTES;
+    int64_t mask = bucket_mask(&v[0]);
+    if (mask < 0 || same_count(v[2].len / 4, n, "slots") < 0 || same_count(v[3].len, n, "out") < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        probe p = probe_of(keys + i * KEY_BYTES, (uint64_t)mask);
+        int first_used, second_used;
+        uint64_t *first = empty_entry(buckets + p.first * BUCKET_ENTRIES, &first_used);
+        uint64_t *second = empty_entry(buckets + p.second * BUCKET_ENTRIES, &second_used);
+        uint64_t *entry = second_used < first_used ? second : first;
+        out[i] = entry != NULL && slots[i] >= 0;
+        if (out[i])
+            store(entry, ((uint64_t)p.tag << 32) | (uint64_t)(slots[i] + (int64_t)1));
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 4);
+    return result;
+}
+
+PyDoc_STRVAR(remove_doc,
+"remove(buckets: u64, keys: 16 B[n], slots: i32[n]) -> int\n\n"
+"Clears the entries key -> slot; returns how many were there.");
+
+static PyObject *native_remove(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"buckets", 8, 1}, {"keys", KEY_BYTES, 0}, {"slots", 4, 0}};
+    Py_buffer v[3];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 3, v) < 0)
+        return NULL;
+    uint64_t *buckets = v[0].buf;
+    const uint8_t *keys = v[1].buf;
+    const int32_t *slots = v[2].buf;
+    Py_ssize_t n = v[1].len / KEY_BYTES;
+    int64_t mask = bucket_mask(&v[0]);
+    if (mask < 0 || same_count(v[2].len / 4, n, "slots") < 0)
+        goto done;
+    long removed = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        probe p = probe_of(keys + i * KEY_BYTES, (uint64_t)mask);
+        uint64_t entry = ((uint64_t)p.tag << 32) | (uint64_t)(slots[i] + (int64_t)1);
+        for (int e = 0; e < 2 * BUCKET_ENTRIES; e++) {
+            uint64_t bucket = e < BUCKET_ENTRIES ? p.first : p.second;
+            uint64_t *word = buckets + bucket * BUCKET_ENTRIES + e % BUCKET_ENTRIES;
+            if (load(word) == entry) {
+                store(word, 0);
+                removed++;
+                break;
+            }
+        }
+    }
+    result = PyLong_FromLong(removed);
+done:
+    release_all(v, 3);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"load_words", (PyCFunction)(void (*)(void))native_load_words, METH_FASTCALL, load_words_doc},
+    {"store_words", (PyCFunction)(void (*)(void))native_store_words, METH_FASTCALL, store_words_doc},
+    {"lookup", (PyCFunction)(void (*)(void))native_lookup, METH_FASTCALL, lookup_doc},
+    {"still", (PyCFunction)(void (*)(void))native_still, METH_FASTCALL, still_doc},
+    {"insert", (PyCFunction)(void (*)(void))native_insert, METH_FASTCALL, insert_doc},
+    {"remove", (PyCFunction)(void (*)(void))native_remove, METH_FASTCALL, remove_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    "kvcr._native",
+    "Ordered access to the pool's control words and its index. Used through kvcr.pool.native only.",
+    -1,
+    methods,
+    NULL,
+    NULL,
+    NULL,
+    NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool: host memory for KV blocks in two files beside each other, shared between processes.
+
+``meta`` is the directory, written by one guard and mapped read-only by everyone else; ``data`` holds
+the blocks, one region per rank. :class:`Pool` is the guard's handle, :class:`PoolReader` and
+:class:`DataRegion` are everyone else's.
+"""
+
+from kvcr.pool.locks import FileLock, WriterLock, engine_is_dead, is_dead, writer_path, writers_of
+from kvcr.pool.meta import DATA, META, boot_id, time_namespace
+from kvcr.pool.pool import Pool
+from kvcr.pool.reader import Hits, PoolReader
+from kvcr.pool.record import Changes, CommitResult, Granted, Record, SnapshotPage
+from kvcr.pool.recovery import Recovery
+from kvcr.pool.region import DataRegion, RegionInfo, checksum_parts
+from kvcr.pool.state import COOLING_S, SlotState, pack_control, unpack_control
+
+__all__ = [
+    "COOLING_S",
+    "DATA",
+    "META",
+    "Changes",
+    "CommitResult",
+    "DataRegion",
+    "FileLock",
+    "Granted",
+    "Hits",
+    "Pool",
+    "PoolReader",
+    "Record",
+    "Recovery",
+    "RegionInfo",
+    "SlotState",
+    "SnapshotPage",
+    "WriterLock",
+    "boot_id",
+    "checksum_parts",
+    "engine_is_dead",
+    "is_dead",
+    "pack_control",
+    "time_namespace",
+    "unpack_control",
+    "writer_path",
+    "writers_of",
+]

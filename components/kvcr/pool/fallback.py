@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""numpy twin of ``kvcr/_native.c``, for x86-64 only; :mod:`kvcr.pool.native` says why, and the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcr.keys import KEY_BYTES
+from kvcr.pool.state import GENERATION_MASK, I32, STATE_SHIFT, U64, Mask, SlotState
+
+BUCKET_ENTRIES = 8
+_READY = np.uint64(SlotState.READY)
+_SHIFT = np.uint64(STATE_SHIFT)
+_GENERATION = np.uint64(GENERATION_MASK)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def _pairs(keys: bytes | U64) -> U64:
+    if isinstance(keys, np.ndarray):
+        return keys.reshape(-1, 2)
+    if len(keys) % KEY_BYTES:
+        raise ValueError(f"keys: {len(keys)} bytes are not items of {KEY_BYTES} bytes")
+    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+
+
+def _mask(buckets: U64) -> np.uint64:
+    count = buckets.size // BUCKET_ENTRIES
+    if count < 1 or count & (count - 1) or buckets.size % BUCKET_ENTRIES:
+        raise ValueError(f"buckets: {buckets.nbytes} bytes are not a power of two of buckets")
+    return np.uint64(count - 1)
+
+
+def _probe(pairs: U64, mask: np.uint64) -> tuple[U64, U64, U64]:
+    """First and second bucket, and the tag in the upper half of a word. Same arithmetic as in C."""
+    x = pairs[:, 0] + pairs[:, 1] * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    tag = (x * np.uint64(0xD6E8FEB86659FD93)) & ~_LOW_HALF
+    return x & mask, (x >> _HALF) & mask, tag
+
+
+def _check_indices(words: U64, indices: I32) -> None:
+    if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= words.size):
+        raise IndexError(f"an index is outside of {words.size} words")
+
+
+def load_words(words: U64, indices: I32, out: U64) -> None:
+    _check_indices(words, indices)
+    out[:] = words[indices]
+
+
+def store_words(words: U64, indices: I32, values: U64) -> None:
+    _check_indices(words, indices)
+    words[indices] = values
+
+
+def lookup(
+    keys: bytes | U64, buckets: U64, control: U64, key_column: U64, out_slots: I32, out_generations: U64
+) -> None:
+    pairs = _pairs(keys)
+    table = buckets.reshape(-1, BUCKET_ENTRIES)
+    column = key_column.reshape(-1, 2)
+    first, second, tag = _probe(pairs, _mask(buckets))
+    out_slots[:] = -1
+    out_generations[:] = 0
+    for bucket in (first, second):
+        entries = table[bucket]
+        which, where = np.nonzero(((entries & ~_LOW_HALF) == tag[:, None]) & (entries != 0))
+        slot = (entries[which, where] & _LOW_HALF).astype(np.int64) - 1
+        inside = (slot >= 0) & (slot < control.size)
+        which, slot = which[inside], slot[inside]
+        # The control word before, the key, the control word again: three separate passes over memory.
+        before = control[slot]
+        found = column[slot]
+        after = control[slot]
+        hit = (before == after) & (before >> _SHIFT == _READY) & (found == pairs[which]).all(axis=1)
+        out_slots[which[hit]] = slot[hit]
+        out_generations[which[hit]] = before[hit] & _GENERATION
+
+
+def still(control: U64, slots: I32, generations: U64, out: Mask) -> None:
+    inside = (slots >= 0) & (slots < control.size)
+    words = control[np.where(inside, slots, 0)]
+    out[:] = inside & (words == generations | (_READY << _SHIFT)) & (generations <= _GENERATION)
+
+
+def insert(buckets: U64, keys: bytes | U64, slots: I32, out: Mask) -> None:
+    table = buckets.reshape(-1, BUCKET_ENTRIES)
+    first, second, tag = _probe(_pairs(keys), _mask(buckets))
+    entry = tag | (slots.astype(np.int64) + 1).astype(np.uint64)
+    out[:] = False
+    waiting = np.flatnonzero(slots >= 0)
+    # Each round places at most one key per bucket, so that no two keys take the same place: about as many
+    # rounds as the fullest bucket has entries.
+    while waiting.size:
+        a, b = first[waiting].astype(np.int64), second[waiting].astype(np.int64)
+        used_a, used_b = np.count_nonzero(table[a], axis=1), np.count_nonzero(table[b], axis=1)
+        bucket = np.where(used_b < used_a, b, a)
+        room = np.minimum(used_a, used_b) < BUCKET_ENTRIES
+        waiting, bucket = waiting[room], bucket[room]
+        bucket, turn = np.unique(bucket, return_index=True)
+        placed = waiting[turn]
+        place = np.argmax(table[bucket] == 0, axis=1)
+        table[bucket, place] = entry[placed]
+        out[placed] = True
+        waiting = np.delete(waiting, turn)
+
+
+def remove(buckets: U64, keys: bytes | U64, slots: I32) -> int:
+    table = buckets.reshape(-1, BUCKET_ENTRIES)
+    first, second, tag = _probe(_pairs(keys), _mask(buckets))
+    entry = tag | (slots.astype(np.int64) + 1).astype(np.uint64)
+    removed = 0
+    cleared = np.zeros(len(entry), dtype=np.bool_)
+    for bucket in (first, second):
+        which, where = np.nonzero(table[bucket] == entry[:, None])
+        fresh = ~cleared[which]
+        which, where = which[fresh], where[fresh]
+        table[bucket[which], where] = 0
+        cleared[which] = True
+        removed += int(which.size)
+    return removed

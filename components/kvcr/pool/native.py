@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses who touches control words and index: the C extension, or numpy where that is safe.
+
+``KVCR_NO_NATIVE=1`` forces numpy. Without the extension, numpy is used on x86-64 only: there an
+aligned 8-byte load or store of a numpy array is one instruction and the processor keeps loads and
+stores in order, which is what acquire and release ask for. Elsewhere that is not so, and wrong bytes
+could be served.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from types import ModuleType
+from typing import Protocol, cast
+
+from kvcr.errors import ConfigError
+from kvcr.pool import fallback
+from kvcr.pool.state import I32, U64, Mask
+
+_native: ModuleType | None
+try:
+    from kvcr import _native
+except ImportError:
+    _native = None
+
+NO_NATIVE = "KVCR_NO_NATIVE"
+
+
+class Backend(Protocol):
+    """What the pool needs done with order or in a tight loop. Arrays are C-contiguous."""
+
+    def load_words(self, words: U64, indices: I32, out: U64) -> None:
+        """Acquire loads of ``words[indices]`` into ``out``. Raises IndexError outside of ``words``."""
+
+    def store_words(self, words: U64, indices: I32, values: U64) -> None:
+        """Release stores, in order. Raises IndexError, and stores nothing, outside of ``words``."""
+
+    def lookup(
+        self,
+        keys: bytes | U64,
+        buckets: U64,
+        control: U64,
+        key_column: U64,
+        out_slots: I32,
+        out_generations: U64,
+    ) -> None:
+        """Slot (-1: miss) and generation of each 16-byte key, each hit confirmed by the full key
+        between two equal READY loads of its control word."""
+
+    def still(self, control: U64, slots: I32, generations: U64, out: Mask) -> None:
+        """Whether each slot is READY in that generation, loaded after everything read before."""
+
+    def insert(self, buckets: U64, keys: bytes | U64, slots: I32, out: Mask) -> None:
+        """Adds absent keys to the index; ``out`` is False where both buckets of a key are full."""
+
+    def remove(self, buckets: U64, keys: bytes | U64, slots: I32) -> int:
+        """Clears the entries key -> slot; returns how many there were."""
+
+
+def backend() -> Backend:
+    """The implementation to use in this process. Raises ConfigError where none is safe."""
+    if _native is not None and os.environ.get(NO_NATIVE, "") in ("", "0"):
+        return cast(Backend, _native)
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        raise ConfigError(
+            f"the numpy fallback is not safe on {machine}: build the extension kvcr._native "
+            f"(pip install with a C compiler) and unset {NO_NATIVE}"
+        )
+    return cast(Backend, fallback)

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard's handle on its pool: the only writer of the directory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.errors import PoolCorrupt
+from kvcr.keys import KEY_BYTES
+from kvcr.layout import Layout
+from kvcr.policy import DefaultPolicy, Offer, Policy, Resident
+from kvcr.pool import native
+from kvcr.pool.files import create_files, plan_geometry, remove_files
+from kvcr.pool.invariants import find_broken
+from kvcr.pool.locks import GUARD_LOCK, WRITERS, FileLock, make_dir, writers_of
+from kvcr.pool.meta import DATA, EPOCH_INDEX, INCARNATION_INDEX, META, Meta
+from kvcr.pool.reader import Hits
+from kvcr.pool.record import (
+    Changes,
+    CommitResult,
+    Granted,
+    Record,
+    SnapshotPage,
+    first_of_each,
+    key_rows,
+    seal,
+)
+from kvcr.pool.recovery import Recovery, recover, require_same_clock
+from kvcr.pool.region import DataRegion, RegionInfo
+from kvcr.pool.slots import CoolingQueue, FreeList
+from kvcr.pool.state import (
+    GENERATION_MASK,
+    I32,
+    U32,
+    U64,
+    Mask,
+    SlotState,
+    as_slots,
+    as_u64,
+    control_words,
+    generations_of,
+    states_of,
+)
+from kvcr.pool.writers import WriterTable
+
+_ONE = np.uint64(1)
+_NO_SLOTS: I32 = np.empty(0, dtype=np.int32)
+
+
+class Pool:
+    """Grants, publishes, evicts and finds blocks. One per guard, which holds the pool's lock for life.
+
+    All methods are for the guard's authority thread, except :meth:`part`, :meth:`region` and
+    :meth:`data`, which any thread may call. None of them blocks or loops over blocks. Arguments from
+    the wire may hold any slot and generation: what is out of range or out of date is ignored.
+
+    ``now_s`` is the guard's monotonic clock; it must not go back.
+    """
+
+    def __init__(self, dir: Path, meta: Meta, lock: FileLock, policy: Policy, recovery: Recovery) -> None:
+        geometry = meta.geometry
+        self.dir = dir
+        self.layout: Layout = geometry.body.layout
+        self.slots: int = geometry.slots
+        self.slot_part_bytes: int = geometry.part_stride
+        self.policy = policy
+        self.recovery = recovery
+        """What attach found; all zero for a new pool."""
+        self.evicted_blocks: Counter[str] = Counter()
+        """Blocks evicted, by reason."""
+        self.unindexed_blocks = recovery.unindexed
+        """Blocks dropped because both index buckets of their key were full."""
+        self._meta = meta
+        self._lock = lock
+        self._backend = native.backend()
+        self._regions = [
+            DataRegion.map(dir / DATA, geometry, rank, writable=True, populate=False)
+            for rank in range(geometry.ranks)
+        ]
+        self._writers = WriterTable(meta.writers)
+        self._free = FreeList(self.slots)
+        self._cooling = CoolingQueue()
+        self._last_used_s = meta.stored_at.copy()
+        self._pinned_until_s = np.full(self.slots, -np.inf)
+        self._leases = np.zeros(self.slots, dtype=np.int32)
+        self._leased_generation = np.zeros(self.slots, dtype=np.uint64)
+        self._stored: list[Granted] = []
+        self._removed: list[bytes] = []
+        states = states_of(meta.control)
+        # Descending, so that a new pool grants its slots from 0 on.
+        self._free.push(np.flatnonzero(states == SlotState.FREE)[::-1].astype(np.int32))
+        self._cooling.push_undated(np.flatnonzero(states == SlotState.COOLING).astype(np.int32))
+        ready = states == SlotState.READY
+        self._ready = int(np.count_nonzero(ready))
+        self._digest = np.bitwise_xor.reduce(meta.keys[ready, 0], initial=np.uint64(0))
+
+    # ------------------------------------------------------------------------------ life of the files
+
+    @classmethod
+    def create(
+        cls,
+        dir: Path,
+        layout: Layout,
+        pool_bytes: int,
+        *,
+        guard_incarnation: int,
+        policy: Policy | None = None,
+        preallocate: bool = True,
+    ) -> Pool:
+        """A new, empty pool in ``dir``, in epoch 1, replacing an older one there.
+
+        It has as many slots as fit ``pool_bytes``; the directory comes on top. ``preallocate`` reserves
+        the memory now, so that no write can fail later. Raises PoolTooSmall, PoolBusy, OSError.
+        """
+        dir = Path(dir)
+        geometry = plan_geometry(layout, pool_bytes)
+        make_dir(dir)
+        lock = FileLock(dir / GUARD_LOCK)
+        lock.acquire()
+        try:
+            create_files(dir, geometry, epoch=1, incarnation=guard_incarnation, preallocate=preallocate)
+            make_dir(dir / WRITERS)
+            meta = Meta.open(dir / META, writable=True)
+            return cls(dir, meta, lock, policy or DefaultPolicy(), Recovery(0, 0, 0, 0, 0, 0, 0))
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def attach(cls, dir: Path, *, guard_incarnation: int, policy: Policy | None = None) -> Pool:
+        """Go on with the pool in ``dir``: blocks stay READY, grants stay granted, the index is rebuilt.
+
+        Leases and pins of the guard before are gone. Raises FileNotFoundError, PoolBusy, PoolCorrupt.
+        """
+        dir = Path(dir)
+        if not (dir / META).exists():
+            raise FileNotFoundError(f"no pool in {dir}: {META} does not exist")
+        lock = FileLock(dir / GUARD_LOCK)
+        lock.acquire()
+        try:
+            meta = Meta.open(dir / META, writable=True)
+            require_same_clock(meta.geometry)
+            backend = native.backend()
+            backend.store_words(
+                meta.header, INCARNATION_INDEX, np.array([guard_incarnation], dtype=np.uint64)
+            )
+            return cls(dir, meta, lock, policy or DefaultPolicy(), recover(meta, backend))
+        except BaseException:
+            lock.release()
+            raise
+
+    def close(self, unlink: bool = False) -> None:
+        """Unmap and give the lock back; ``unlink`` removes the files too. Memory that a caller still has a
+        view of stays mapped until the view is gone."""
+        if unlink and self._lock.held:
+            remove_files(self.dir)
+            for paths in writers_of(self.dir).values():
+                for path in paths:
+                    path.unlink(missing_ok=True)
+            if (self.dir / WRITERS).is_dir():
+                (self.dir / WRITERS).rmdir()
+        for region in self._regions:
+            region.close()
+        self._meta.close()
+        self._lock.release(unlink=unlink)
+
+    @property
+    def epoch(self) -> int:
+        """The pool's epoch. Messages of an earlier one are refused by the guard."""
+        return int(self._meta.header[EPOCH_INDEX[0]])
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of this guard."""
+        return int(self._meta.header[INCARNATION_INDEX[0]])
+
+    def raise_epoch(self, above: int = 0) -> int:
+        """Raise the epoch to one more than itself and ``above``; returns the new one."""
+        raised = max(self.epoch, above) + 1
+        self._backend.store_words(self._meta.header, EPOCH_INDEX, np.array([raised], dtype=np.uint64))
+        return raised
+
+    # ---------------------------------------------------------------------------- granting and filling
+
+    def allocate(self, count: int, now_s: float, *, engine_id: str = "") -> Granted:
+        """Grant up to ``count`` slots to an engine, or (empty id) to the guard itself: FREE to GRANTED.
+
+        May return fewer, or none: evicted slots cool first, so room is made for later calls. Raises
+        ConfigError on an id that cannot name a file, PoolError when 64 engines have grants.
+        """
+        owner = self._writers.owner_of(engine_id)
+        self.tick(now_s)
+        count = max(0, min(count, self.slots))
+        self._evict_ahead(count, now_s)
+        count = min(count, len(self._free))
+        if not count:
+            return Granted(_NO_SLOTS, np.empty(0, dtype=np.uint64))
+        slots = self._free.take(self.policy.place(self._free.slots, count))
+        generations = generations_of(self._meta.control[slots])
+        self._meta.owners[slots] = owner
+        self._set(slots, SlotState.GRANTED, generations)
+        return Granted(slots, generations)
+
+    def commit(
+        self,
+        slots: I32,
+        generations: U64,
+        keys: bytes,
+        parents: bytes,
+        engine_hashes: U64,
+        positions: U32,
+        checksums: U64,
+        now_s: float,
+    ) -> CommitResult:
+        """Publish filled slots: GRANTED to READY. The bytes and their checksums are final.
+
+        ``checksums``: uint64 [n, ranks], or flat in that order. Idempotent. Raises ValueError when the
+        arguments have different lengths.
+        """
+        slots, generations = as_slots(slots), as_u64(generations)
+        count = len(slots)
+        rows, parent_rows = key_rows(keys, count, "keys"), key_rows(parents, count, "parents")
+        hashes = as_u64(engine_hashes)
+        places = np.ascontiguousarray(positions, dtype=np.uint32)
+        sums = as_u64(checksums).reshape(count, self.layout.ranks)
+        for name, values in (("generations", generations), ("engine_hashes", hashes), ("positions", places)):
+            if len(values) != count:
+                raise ValueError(f"{name} has {len(values)} entries, slots has {count}")
+
+        committed, duplicate, refused = (np.zeros(count, dtype=np.bool_) for _ in range(3))
+        found = self.lookup(keys)
+        committed[(found.slots == slots) & (found.generations == generations) & (slots >= 0)] = True
+        todo = self._select(slots, generations, SlotState.GRANTED)
+        fresh = found.slots[todo] < 0
+        fresh[fresh] = first_of_each(rows[todo[fresh]])
+        duplicate[todo[~fresh]] = True
+        todo = todo[fresh]
+        if len(todo):
+            offer = Offer(rows[todo].tobytes(), parent_rows[todo].tobytes(), places[todo])
+            admitted = np.asarray(self.policy.admit(offer, now_s), dtype=np.bool_)
+            refused[todo[~admitted]] = True
+            todo = todo[admitted]
+
+        into, generation = slots[todo], generations[todo]
+        meta = self._meta
+        meta.checksums[into] = sums[todo]
+        meta.keys[into] = rows[todo]
+        meta.parents[into] = parent_rows[todo]
+        meta.engine_hashes[into] = hashes[todo]
+        meta.positions[into] = places[todo]
+        meta.stored_at[into] = now_s
+        meta.seals[into] = seal(
+            generation, rows[todo], parent_rows[todo], hashes[todo], places[todo], sums[todo]
+        )
+        self._set(into, SlotState.READY, generation)
+        indexed = np.empty(len(todo), dtype=np.bool_)
+        self._backend.insert(meta.buckets, rows[todo], into, indexed)
+        refused[todo[~indexed]] = True
+        self.unindexed_blocks += int(np.count_nonzero(~indexed))
+        stored = todo[indexed]
+        committed[stored] = True
+        self._last_used_s[slots[stored]] = now_s
+        self._pinned_until_s[slots[stored]] = -np.inf
+        self._stored.append(Granted(slots[stored], generations[stored]))
+        self._ready += len(stored)
+        self._digest ^= np.bitwise_xor.reduce(rows[stored, 0], initial=np.uint64(0))
+
+        self._release(slots[duplicate | refused])
+        return CommitResult(committed, duplicate, refused, ~(committed | duplicate | refused))
+
+    def give_back(self, slots: I32, generations: U64) -> int:
+        """Free granted slots that will not be filled: GRANTED to FREE. Returns how many were."""
+        chosen = as_slots(slots)[self._select(slots, generations, SlotState.GRANTED)]
+        self._release(chosen)
+        return len(chosen)
+
+    def grants(self, engine_id: str = "") -> Granted:
+        """Slots granted to an engine (empty id: to the guard itself) and neither committed nor returned."""
+        owner = self._writers.find(engine_id)
+        if owner is None:
+            return Granted(_NO_SLOTS, np.empty(0, dtype=np.uint64))
+        granted = states_of(self._meta.control) == SlotState.GRANTED
+        slots = np.flatnonzero(granted & (self._meta.owners == owner)).astype(np.int32)
+        return Granted(slots, generations_of(self._meta.control[slots]))
+
+    def writers(self) -> list[str]:
+        """Ids of the engines that were granted slots and not reclaimed since; survives a guard's restart."""
+        return self._writers.engine_ids()
+
+    def reclaim_writer(self, engine_id: str = "") -> int:
+        """Free every grant of an engine, and forget the engine; returns how many. Empty id: the guard's own.
+
+        Only for an engine proven dead (:func:`kvcr.pool.locks.engine_is_dead`), or for the pulls of the
+        guard before, which ended with its process: stores into mapped memory cannot be revoked.
+        """
+        slots = self.grants(engine_id).slots
+        self._release(slots)
+        self._writers.forget(engine_id)
+        return len(slots)
+
+    # --------------------------------------------------------------------------- eviction and quarantine
+
+    def evict(self, slots: I32, now_s: float, reason: str) -> bytes:
+        """Drop blocks: READY to COOLING, out of the index at once. Returns the keys removed.
+
+        Leased slots are dropped too, but not reused before their leases end. ``reason`` is for counting.
+        """
+        chosen = self._in_state(slots, SlotState.READY)
+        keys = self._unpublish(chosen, SlotState.COOLING, next_generation=True)
+        self._cooling.push(chosen, now_s)
+        if len(chosen):
+            self.evicted_blocks[reason] += len(chosen)
+        return keys
+
+    def quarantine(self, slots: I32, generations: U64) -> int:
+        """Take slots out of use: READY or GRANTED to QUARANTINED, same generation. Returns how many were."""
+        slots = as_slots(slots)
+        ready = slots[self._select(slots, generations, SlotState.READY)]
+        granted = slots[self._select(slots, generations, SlotState.GRANTED)]
+        self._unpublish(ready, SlotState.QUARANTINED, next_generation=False)
+        self._set(granted, SlotState.QUARANTINED, generations_of(self._meta.control[granted]))
+        return len(ready) + len(granted)
+
+    def requalify(self, slots: I32, generations: U64) -> int:
+        """Free quarantined slots that nothing can write to any more, unless leased. Returns how many were."""
+        chosen = as_slots(slots)[self._select(slots, generations, SlotState.QUARANTINED)]
+        chosen = chosen[self._leases[chosen] == 0]
+        self._release(chosen)
+        return len(chosen)
+
+    def tick(self, now_s: float) -> int:
+        """Free the slots that cooled for 2 s and have no lease; returns how many. Call it once a second."""
+        cooled = self._cooling.pop(now_s, lambda slots: self._leases[slots] > 0)
+        if len(cooled):
+            self._set(cooled, SlotState.FREE, generations_of(self._meta.control[cooled]))
+            self._free.push(cooled)
+        return len(cooled)
+
+    # ------------------------------------------------------------------------------- finding and holding
+
+    def lookup(self, keys: bytes) -> Hits:
+        """Slot (-1: miss) and generation of each 16-byte key."""
+        found = Hits(np.empty(len(keys) // KEY_BYTES, np.int32), np.empty(len(keys) // KEY_BYTES, np.uint64))
+        meta = self._meta
+        self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, found.slots, found.generations)
+        return found
+
+    def still(self, slots: I32, generations: U64) -> Mask:
+        """Whether each slot is READY in that generation."""
+        mask = np.empty(len(slots), dtype=np.bool_)
+        self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
+        return mask
+
+    def touch(self, slots: I32, now_s: float) -> None:
+        """Count a use of READY slots now, for eviction."""
+        self._last_used_s[self._in_state(slots, SlotState.READY)] = now_s
+
+    def lease(self, slots: I32, generations: U64) -> Mask:
+        """Hold slots: while a lease is on a slot it is neither chosen for eviction nor reused.
+
+        Counted: each needs its own :meth:`unlease`. True where the slot was READY in that generation.
+        """
+        slots, generations = as_slots(slots), as_u64(generations)
+        mask = self.still(slots, generations)
+        self._leased_generation[slots[mask]] = generations[mask]
+        np.add.at(self._leases, slots[mask], 1)
+        return mask
+
+    def unlease(self, slots: I32, generations: U64) -> None:
+        """End one lease for each entry. What was not leased in that generation is ignored."""
+        slots, generations = as_slots(slots), as_u64(generations)
+        inside = (slots >= 0) & (slots < self.slots)
+        slots, generations = slots[inside], generations[inside]
+        ours = (self._leases[slots] > 0) & (self._leased_generation[slots] == generations)
+        np.subtract.at(self._leases, slots[ours], 1)
+        self._leases[slots[ours]] = np.maximum(self._leases[slots[ours]], 0)
+
+    def pin(self, keys: bytes, until_s: float) -> int:
+        """Keep blocks from being chosen for eviction until then. Returns how many are here."""
+        slots = self.lookup(keys).slots
+        slots = slots[slots >= 0]
+        self._pinned_until_s[slots] = np.maximum(self._pinned_until_s[slots], until_s)
+        return len(slots)
+
+    def unpin(self, keys: bytes) -> int:
+        """End every pin of these blocks. Returns how many are here."""
+        slots = self.lookup(keys).slots
+        slots = slots[slots >= 0]
+        self._pinned_until_s[slots] = -np.inf
+        return len(slots)
+
+    # --------------------------------------------------------------------------------------- contents
+
+    def checksums(self, slots: I32) -> U64:
+        """uint64 [n, ranks]: xxh3-64 of each part."""
+        return self._meta.checksums[as_slots(slots)]
+
+    def record(self, slots: I32) -> Record:
+        """What the directory says about slots; true of those that are READY."""
+        slots, meta = as_slots(slots), self._meta
+        return Record(
+            meta.keys[slots].tobytes(),
+            meta.parents[slots].tobytes(),
+            meta.engine_hashes[slots],
+            meta.positions[slots],
+        )
+
+    def data(self, rank: int) -> DataRegion:
+        """One rank's region, writable. Any thread."""
+        return self._regions[rank]
+
+    def part(self, rank: int, slot: int) -> memoryview:
+        """The ``layout.part_bytes`` bytes of one rank's part of a slot, writable. Any thread."""
+        return self._regions[rank].part(slot)
+
+    def region(self, rank: int) -> RegionInfo:
+        """Address in this process, bytes, and stride of one rank's slots. Any thread."""
+        return self._regions[rank].info
+
+    @property
+    def ready_count(self) -> int:
+        """READY blocks."""
+        return self._ready
+
+    @property
+    def digest(self) -> int:
+        """XOR of the first 8 bytes (little-endian) of every READY key: equal sets have equal digests."""
+        return int(self._digest)
+
+    def counts(self) -> dict[SlotState, int]:
+        """Slots by state."""
+        counted = np.bincount(states_of(self._meta.control), minlength=len(SlotState))
+        return {state: int(counted[state]) for state in SlotState}
+
+    def drain_changes(self) -> Changes:
+        """What was stored and removed since the last call, as a net effect."""
+        stored, self._stored = self._stored, []
+        removed, self._removed = self._removed, []
+        slots = np.concatenate([batch.slots for batch in stored]) if stored else _NO_SLOTS
+        generations = (
+            np.concatenate([batch.generations for batch in stored])
+            if stored
+            else np.empty(0, dtype=np.uint64)
+        )
+        # What was stored and removed again since is in the removed keys only.
+        slots = slots[self.still(slots, generations)]
+        record = self.record(slots)
+        return Changes(slots, record.keys, record.engine_hashes, record.positions, b"".join(removed))
+
+    def snapshot(self, cursor: int, limit: int) -> SnapshotPage:
+        """Up to ``limit`` READY blocks from slot ``cursor`` on. Start at 0, go on at ``next_cursor``."""
+        cursor = max(cursor, 0)
+        ready = np.flatnonzero(states_of(self._meta.control[cursor:]) == SlotState.READY)
+        slots = (ready[: max(limit, 1)] + cursor).astype(np.int32)
+        record = self.record(slots)
+        more = len(ready) > len(slots)
+        return SnapshotPage(
+            record.keys, record.engine_hashes, record.positions, int(slots[-1]) + 1 if more else -1
+        )
+
+    def check_invariants(self) -> None:
+        """Compare what this object believes with the directory. Raises PoolCorrupt on a difference."""
+        broken = find_broken(
+            self._meta,
+            self._backend,
+            free=self._free.slots,
+            cooling=self._cooling.slots(),
+            ready_count=self._ready,
+            digest=self.digest,
+            leases=self._leases,
+        )
+        if broken:
+            raise PoolCorrupt(f"{self.dir}: {'; '.join(broken)} (counts {self.counts()})")
+
+    # ---------------------------------------------------------------------------------------- internal
+
+    def _set(self, slots: I32, state: SlotState, generations: U64) -> None:
+        self._backend.store_words(self._meta.control, slots, control_words(state, generations))
+
+    def _select(self, slots: I32, generations: U64, state: SlotState) -> npt.NDArray[np.intp]:
+        """Ascending indices of the entries that are in ``state`` and generation, each slot once."""
+        slots, generations = as_slots(slots), as_u64(generations)
+        if len(slots) != len(generations):
+            raise ValueError(f"generations has {len(generations)} entries, slots has {len(slots)}")
+        inside = np.flatnonzero(
+            (slots >= 0) & (slots < self.slots) & (generations <= np.uint64(GENERATION_MASK))
+        )
+        words = control_words(state, generations[inside])
+        chosen = inside[self._meta.control[slots[inside]] == words]
+        once = np.unique(slots[chosen], return_index=True)[1]
+        return np.sort(chosen[once])
+
+    def _in_state(self, slots: I32, state: SlotState) -> I32:
+        """The distinct slots of the pool among ``slots`` that are in ``state``."""
+        distinct = np.unique(as_slots(slots))
+        distinct = distinct[(distinct >= 0) & (distinct < self.slots)]
+        chosen: I32 = distinct[states_of(self._meta.control[distinct]) == state]
+        return chosen
+
+    def _release(self, slots: I32) -> None:
+        """To FREE, in the next generation: for slots whose bytes no lookup leads to."""
+        generations = (generations_of(self._meta.control[slots]) + _ONE) & np.uint64(GENERATION_MASK)
+        self._set(slots, SlotState.FREE, generations)
+        self._free.push(slots)
+
+    def _unpublish(self, slots: I32, state: SlotState, *, next_generation: bool) -> bytes:
+        """READY slots to another state, out of the index, into the changes. Returns their keys."""
+        meta = self._meta
+        generations = generations_of(meta.control[slots])
+        if next_generation:
+            generations = (generations + _ONE) & np.uint64(GENERATION_MASK)
+        self._set(slots, state, generations)
+        rows = meta.keys[slots]
+        self._backend.remove(meta.buckets, rows, slots)
+        keys = rows.tobytes()
+        self._removed.append(keys)
+        self._ready -= len(slots)
+        self._digest ^= np.bitwise_xor.reduce(rows[:, 0], initial=np.uint64(0))
+        return keys
+
+    def _evict_ahead(self, count: int, now_s: float) -> None:
+        """Evict one batch when granting ``count`` slots would leave fewer than the low watermark."""
+        marks = self.policy.watermarks(self.slots)
+        left = len(self._free) + len(self._cooling) - count
+        if left >= marks.low or not self._ready:
+            return
+        victims = as_slots(self.policy.victims(self._resident(now_s), marks.high - left, now_s))
+        victims = self._in_state(victims, SlotState.READY)
+        self.evict(victims[~self._held(victims, now_s)], now_s, "space")
+
+    def _held(self, slots: I32, now_s: float) -> Mask:
+        return (self._leases[slots] > 0) | (self._pinned_until_s[slots] > now_s)
+
+    def _resident(self, now_s: float) -> Resident:
+        meta = self._meta
+        slots = np.flatnonzero(states_of(meta.control) == SlotState.READY).astype(np.int32)
+        parents = self.lookup(meta.parents[slots].tobytes()).slots
+        index_of = np.full(self.slots + 1, -1, dtype=np.int32)
+        index_of[slots] = np.arange(len(slots), dtype=np.int32)
+        return Resident(
+            slots=slots,
+            last_used_s=self._last_used_s[slots],
+            stored_s=meta.stored_at[slots],
+            positions=meta.positions[slots],
+            # A parent that is not here is slot -1, the last entry, which is -1.
+            parents=index_of[parents],
+            held=self._held(slots, now_s),
+        )

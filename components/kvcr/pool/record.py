@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as the pool takes and gives them: one array per field, one entry per block."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.keys import KEY_BYTES
+from kvcr.pool.meta import Meta
+from kvcr.pool.state import I32, U32, U64, Mask, generations_of
+
+# Odd constants with well-spread bits (from splitmix64); the seal guards against damage, not malice.
+_SEAL_START = np.uint64(0x9E3779B97F4A7C15)
+_SEAL_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SEAL_SHIFT = np.uint64(29)
+
+
+class Granted(NamedTuple):
+    """Slots that their owner, and nobody else, may fill."""
+
+    slots: I32
+    generations: U64
+
+
+class CommitResult(NamedTuple):
+    """What became of each block of a commit; exactly one of the masks is set for each."""
+
+    committed: Mask
+    """It is READY in the slot given; also when an earlier, identical commit put it there."""
+    duplicate: Mask
+    """Its key is READY in another slot: this one is free again."""
+    refused: Mask
+    """The policy did not admit it, or both its index buckets are full: its slot is free again."""
+    stale: Mask
+    """The slot was not granted in that generation, or appeared twice: nothing was changed."""
+
+
+class Record(NamedTuple):
+    """What the directory says about slots, besides their state."""
+
+    keys: bytes
+    """16 bytes each"""
+    parents: bytes
+    """16 bytes each"""
+    engine_hashes: U64
+    positions: U32
+
+
+class Changes(NamedTuple):
+    """What came and went since the last call, as a net effect: removed first, then stored."""
+
+    stored_slots: I32
+    stored_keys: bytes
+    stored_hashes: U64
+    stored_positions: U32
+    removed_keys: bytes
+
+
+class SnapshotPage(NamedTuple):
+    """A run of the inventory. ``next_cursor`` is -1 after the last one."""
+
+    keys: bytes
+    engine_hashes: U64
+    positions: U32
+    next_cursor: int
+
+
+def key_rows(blob: bytes, count: int, name: str) -> U64:
+    """A blob of keys as uint64 [count, 2]. Raises ValueError when it has another length."""
+    if len(blob) != count * KEY_BYTES:
+        raise ValueError(f"{name} has {len(blob)} bytes, expected {count} of {KEY_BYTES} bytes")
+    return np.frombuffer(blob, dtype=np.uint64).reshape(count, 2)
+
+
+def first_of_each(rows: U64) -> Mask:
+    """Marks the first occurrence of each distinct row of ``rows`` [n, 2]."""
+    order = np.lexsort((rows[:, 0], rows[:, 1]))
+    ordered = rows[order]
+    mask = np.ones(len(rows), dtype=np.bool_)
+    # lexsort is stable: among equal rows, the earliest comes first.
+    mask[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return mask
+
+
+def seal(
+    generations: U64, keys: U64, parents: U64, engine_hashes: U64, positions: U32, checksums: U64
+) -> U64:
+    """A hash over each record and the generation it belongs to, checked when a guard attaches."""
+    words = [keys[:, 0], keys[:, 1], parents[:, 0], parents[:, 1], engine_hashes, positions.astype(np.uint64)]
+    words += [checksums[:, rank] for rank in range(checksums.shape[1])]
+    state = generations * _SEAL_START + _SEAL_START
+    for word in words:
+        state = (state ^ word) * _SEAL_FACTOR
+        state ^= state >> _SEAL_SHIFT
+    return state
+
+
+def seals_of(meta: Meta, slots: npt.NDArray[np.integer[Any]]) -> U64:
+    """The seals the directory's records of READY slots should have."""
+    return seal(
+        generations_of(meta.control[slots]),
+        meta.keys[slots],
+        meta.parents[slots],
+        meta.engine_hashes[slots],
+        meta.positions[slots],
+        meta.checksums[slots],
+    )

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The extension and its numpy twin: one behaviour, one table."""
+
+from __future__ import annotations
+
+import platform
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcr.errors import ConfigError
+from kvcr.pool import fallback, native
+from kvcr.pool.native import Backend
+from kvcr.pool.state import I32, U64, Mask, SlotState, control_words
+from tests.unit.pools import keys
+
+_native: ModuleType = pytest.importorskip("kvcr._native")
+BACKENDS = [pytest.param(_native, id="native"), pytest.param(fallback, id="fallback")]
+
+
+class Table(NamedTuple):
+    buckets: U64
+    control: U64
+    key_column: U64
+
+    @classmethod
+    def of(cls, blob: bytes, buckets: int) -> Table:
+        """An empty index over READY slots that hold the keys in ``blob``, in generation 7."""
+        rows = np.frombuffer(blob, dtype=np.uint64).reshape(-1, 2).copy()
+        generations = np.full(len(rows), 7, dtype=np.uint64)
+        return cls(np.zeros(8 * buckets, np.uint64), control_words(SlotState.READY, generations), rows)
+
+
+def lookup(backend: Backend, table: Table, blob: bytes) -> tuple[list[int], list[int]]:
+    slots, generations = np.empty(len(blob) // 16, np.int32), np.empty(len(blob) // 16, np.uint64)
+    backend.lookup(blob, *table, slots, generations)
+    return slots.tolist(), generations.tolist()
+
+
+def insert(backend: Backend, table: Table, blob: bytes, slots: I32) -> Mask:
+    done = np.empty(len(slots), dtype=np.bool_)
+    backend.insert(table.buckets, blob, slots, done)
+    return done
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), count=st.integers(0, 200), size=st.sampled_from([1, 2, 8, 32]))
+def test_each_finds_and_removes_what_the_other_inserted(data: st.DataObject, count: int, size: int) -> None:
+    blob = keys(*range(count))
+    slots = np.arange(count, dtype=np.int32)
+    for writer, other in ((_native, fallback), (fallback, _native)):
+        table = Table.of(blob, size)
+        done = insert(writer, table, blob, slots)
+        assert np.count_nonzero(table.buckets) == np.count_nonzero(done)
+        for reader in (writer, other):
+            found, generations = lookup(reader, table, blob + keys(10_000))
+            assert found == [slot if ok else -1 for slot, ok in enumerate(done)] + [-1]
+            assert generations == [7 if ok else 0 for ok in done] + [0]
+        numbers = st.sampled_from(range(count)) if count else st.nothing()
+        gone = np.array(data.draw(st.lists(numbers, unique=True)), dtype=np.intp)
+        leaving = np.frombuffer(blob, np.uint64).reshape(-1, 2)[gone]
+        assert other.remove(table.buckets, leaving, gone.astype(np.int32)) == np.count_nonzero(done[gone])
+        done[gone] = False
+        assert lookup(writer, table, blob)[0] == [slot if ok else -1 for slot, ok in enumerate(done)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_that_are_not_random_spread_all_the_same(backend: Backend) -> None:
+    for byteorder in ("little", "big"):
+        blob = b"".join(number.to_bytes(16, byteorder) for number in range(1, 4097))
+        table = Table.of(blob, 1024)
+        assert insert(backend, table, blob, np.arange(4096, dtype=np.int32)).all()
+        assert lookup(backend, table, blob)[0] == list(range(4096))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_pair_of_buckets_refuses_and_room_is_used_again(backend: Backend) -> None:
+    blob = keys(*range(20))
+    table = Table.of(blob, 1)
+    done = insert(backend, table, blob, np.arange(20, dtype=np.int32))
+    assert np.count_nonzero(done) == 8
+    first = int(np.flatnonzero(done)[0])
+    assert backend.remove(table.buckets, keys(first), np.array([first], np.int32)) == 1
+    assert backend.remove(table.buckets, keys(first), np.array([first], np.int32)) == 0
+    assert insert(backend, table, keys(19), np.array([19], np.int32)).all()
+    assert lookup(backend, table, keys(19, first))[0] == [19, -1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hit_needs_a_ready_slot_that_holds_the_whole_key(backend: Backend) -> None:
+    blob = keys(0, 1, 2, 3)
+    table = Table.of(blob, 2)
+    insert(backend, table, blob, np.arange(4, dtype=np.int32))
+    table.control[1] = control_words(SlotState.COOLING, np.array([8], np.uint64))[0]
+    table.key_column[2, 1] ^= np.uint64(1)
+    assert lookup(backend, table, blob)[0] == [0, -1, -1, 3]
+    table.buckets[table.buckets != 0] |= np.uint64(0xFFFF_FFFF)
+    assert lookup(backend, table, blob)[0] == [-1] * 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_still_compares_state_and_generation_and_ignores_slots_that_are_not(backend: Backend) -> None:
+    table = Table.of(keys(0, 1), 1)
+    table.control[1] = control_words(SlotState.QUARANTINED, np.array([7], np.uint64))[0]
+    slots = np.array([0, 0, 1, -1, 2, 0], np.int32)
+    generations = np.array([7, 8, 7, 7, 7, 7 | 2 << 56], np.uint64)
+    mask = np.ones(6, dtype=np.bool_)
+    backend.still(table.control, slots, generations, mask)
+    assert mask.tolist() == [True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_words_are_loaded_and_stored_by_index_or_not_at_all(backend: Backend) -> None:
+    words, out = np.arange(4, dtype=np.uint64), np.empty(2, dtype=np.uint64)
+    backend.store_words(words, np.array([3, 0], np.int32), np.array([30, 10], np.uint64))
+    backend.load_words(words, np.array([0, 3], np.int32), out)
+    assert (words.tolist(), out.tolist()) == ([10, 1, 2, 30], [10, 30])
+    for outside in (-1, 4):
+        with pytest.raises(IndexError, match="outside of 4 words"):
+            backend.store_words(words, np.array([0, outside], np.int32), out)
+        with pytest.raises(IndexError, match="outside of 4 words"):
+            backend.load_words(words, np.array([0, outside], np.int32), out)
+    assert words[0] == 10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_wrong_call_is_an_error_and_touches_nothing(backend: Backend) -> None:
+    table = Table.of(keys(0), 1)
+    slots, generations, done = np.empty(1, np.int32), np.empty(1, np.uint64), np.empty(1, np.bool_)
+    with pytest.raises(ValueError, match="17 bytes are not"):
+        backend.lookup(bytes(17), *table, slots, generations)
+    with pytest.raises(ValueError, match="power of two of buckets"):
+        backend.insert(np.zeros(24, np.uint64), keys(0), slots, done)
+
+
+def test_the_extension_checks_lengths_alignment_and_writability() -> None:
+    words, slots, out = np.zeros(4, np.uint64), np.zeros(2, np.int32), np.zeros(2, np.uint64)
+    with pytest.raises(ValueError, match="out has 1 items, expected 2"):
+        _native.load_words(words, slots, out[:1])
+    with pytest.raises(ValueError, match="not aligned items of 8 bytes"):
+        _native.load_words(np.zeros(33, np.uint8)[1:], slots, out)
+    with pytest.raises(TypeError, match="expected 3 arguments, got 1"):
+        _native.load_words(words)
+    out.flags.writeable = False
+    with pytest.raises((BufferError, ValueError)):
+        _native.load_words(words, slots, out)
+
+
+def test_the_backend_follows_the_environment_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.NO_NATIVE, "0")
+    assert native.backend() is _native
+    monkeypatch.setenv(native.NO_NATIVE, "1")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert native.backend() is fallback
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match="not safe on aarch64: build the extension"):
+        native.backend()
