@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the guard and of an engine, checked once, where they enter."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from kvcr.errors import ConfigError
+
+TransportChoice = Literal["auto", "shm", "nixl"]
+OnMismatch = Literal["cold", "discard", "fail"]
+
+GUARD_ENV_PREFIX = "KVCR_GUARD_"
+"""Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
+
+MIN_SECRET_BYTES = 16
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+class PeerRecord(msgspec.Struct, frozen=True):
+    """Where another guard is, as discovery or a peers file tells it."""
+
+    endpoint: str
+    """Control endpoint, e.g. ``tcp://10.0.0.6:7100``."""
+    name: str = ""
+    incarnation: int = 0
+    unix_socket: str = ""
+    """Used instead of ``endpoint`` when ``boot_id`` is ours and somebody answers there."""
+    boot_id: str = ""
+    curve_key: str = ""
+    """CURVE public key of its control socket, 64 hex digits. Needed when the deployment has a secret."""
+    layout_digest: str = ""
+
+
+class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one guard process."""
+
+    name: str
+    """Unique in the namespace and stable over restarts: holders of blocks are known by it."""
+    pool_dir: str
+    """Directory of the pool, on tmpfs."""
+    pool_bytes: int
+    """Size of a new pool, all ranks together. An existing pool keeps its size."""
+    socket: str = ""
+    """Unix socket for engines and peers; empty: ``<pool_dir>/guard.sock``."""
+    control: str = "tcp://127.0.0.1:0"
+    """ZMQ bind for peers and routers; port 0 picks a free one."""
+    advertise: str = ""
+    """Host (or host:port) that peers should connect to, when it differs from ``control``."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    """0 picks a free port, -1 serves no metrics."""
+    namespace: str = "dynamo"
+    peers: list[PeerRecord] = []
+    transport: TransportChoice = "auto"
+    linger_s: float = 0.0
+    """Leave, removing the files, after this long without an engine. 0: stay."""
+    secret_file: str = ""
+    """File with the deployment's secret. Without one, only loopback binds are accepted."""
+    policy: str = ""
+    """Dotted path ``package.module:Class`` of a :class:`kvcr.policy.Policy`; empty: the default one."""
+    cluster: bool = False
+    """Join Dynamo: registration, events, discovery of peers."""
+    on_mismatch: OnMismatch = "cold"
+    remove_pool_on_exit: bool = False
+    lease_ms: int = 5000
+    """Longest lease asked from a source for one pull, and longest granted to a peer."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", self.name)),
+            "name",
+            self.name,
+            "1 to 128 letters, digits, '_', '-' or '.', as it is part of NATS subjects and file names",
+        )
+        _require(
+            bool(self.pool_dir), "pool_dir", self.pool_dir, "a directory on tmpfs, e.g. /dev/shm/kvcr/worker0"
+        )
+        _require(self.pool_bytes > 0, "pool_bytes", self.pool_bytes, "more than 0, e.g. 2GiB")
+        _require(
+            -1 <= self.metrics_port < 65536, "metrics_port", self.metrics_port, "-1 (off), 0 (any) or a port"
+        )
+        _require(self.linger_s >= 0, "linger_s", self.linger_s, "0 (stay) or seconds")
+        _require(100 <= self.lease_ms <= 60_000, "lease_ms", self.lease_ms, "100 to 60000")
+
+    @property
+    def socket_path(self) -> str:
+        return self.socket or str(Path(self.pool_dir) / "guard.sock")
+
+    def secret(self) -> bytes | None:
+        """The deployment's secret, or None. Raises ConfigError when the file is unreadable or too short."""
+        if not self.secret_file:
+            return None
+        try:
+            secret = Path(self.secret_file).read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"secret_file {self.secret_file!r} cannot be read: {error.strerror}") from error
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"secret_file {self.secret_file!r} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} "
+                "are needed; make one with: head -c 32 /dev/urandom | base64"
+            )
+        return secret
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine, e.g. vLLM's ``kv_connector_extra_config``."""
+
+    socket: str = ""
+    """Unix socket of the guard; empty: start a guard of our own (see :mod:`kvcr.guard.spawn`)."""
+    pool_dir: str = ""
+    """For a guard of our own; empty: ``/dev/shm/kvcr-<uid>/<name>``."""
+    pool_bytes: int = 1 << 30
+    name: str = ""
+    """For a guard of our own. Two engines on one host need two names."""
+    namespace: str = "dynamo"
+    peers: list[str] = []
+    """Control endpoints asked when a request carries no hint."""
+    transport: TransportChoice = "auto"
+    verify_loads: bool = True
+    lease_wait_ms: float = 50.0
+    load_deadline_ms: float = 2000.0
+    deposit_decode: bool = True
+    secondary_tiers: Any = None
+    """Accepted for compatibility with vLLM's own offloading settings; not used."""
+    on_mismatch: OnMismatch = "cold"
+
+    def __post_init__(self) -> None:
+        _require(self.pool_bytes > 0, "pool_bytes", self.pool_bytes, "more than 0, e.g. 2GiB")
+        _require(self.lease_wait_ms >= 0, "lease_wait_ms", self.lease_wait_ms, "0 or more milliseconds")
+        _require(
+            self.load_deadline_ms > 0, "load_deadline_ms", self.load_deadline_ms, "more than 0 milliseconds"
+        )
+
+
+C = TypeVar("C", GuardConfig, EngineConfig)
+
+
+def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
+    """``mapping`` as a checked ``cls``.
+
+    Sizes may be text with a unit (``512MB``, ``2GiB``), numbers and booleans may be text, ``peers`` may be
+    text separated by commas (for a guard also the path of a JSON file of :class:`PeerRecord`).
+    ``source`` names where the settings come from, for the messages. Raises ConfigError.
+    """
+    known = cls.__struct_fields__
+    values = dict(mapping)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown setting {key!r}; {hint}")
+    if "pool_bytes" in values:
+        values["pool_bytes"] = parse_size(values["pool_bytes"], f"{source}: pool_bytes")
+    if "peers" in values:
+        values["peers"] = _peers(cls, values["peers"], source)
+    try:
+        return msgspec.convert(values, cls, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a guard found as ``KVCR_GUARD_*``; unknown ones are left to :func:`load` to refuse."""
+    return {
+        name.removeprefix(GUARD_ENV_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(GUARD_ENV_PREFIX)
+    }
+
+
+def parse_size(value: Any, what: str = "size") -> int:
+    """Bytes from ``1073741824``, ``"512MB"`` (decimal) or ``"2GiB"``, ``"2G"`` (binary).
+
+    Raises ConfigError, which names ``what``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{what} is {value!r}; write bytes or a number with a unit, e.g. 512MB or 2GiB")
+    return int(float(match.group(1)) * unit)
+
+
+def read_peers(path: str | Path) -> list[PeerRecord]:
+    """The records in a JSON file: a list of them. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=list[PeerRecord])
+    except OSError as error:
+        raise ConfigError(f"peers file {str(path)!r} cannot be read: {error.strerror}") from error
+    except (msgspec.MsgspecError, json.JSONDecodeError) as error:
+        raise ConfigError(f"peers file {str(path)!r} is not a JSON list of peer records: {error}") from error
+
+
+def _peers(cls: type[GuardConfig] | type[EngineConfig], value: Any, source: str) -> Any:
+    if isinstance(value, str):
+        if cls is GuardConfig and value and "://" not in value:
+            return read_peers(os.path.expanduser(value))
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list):
+        raise ConfigError(
+            f"{source}: peers is {value!r}; write a list of endpoints such as tcp://10.0.0.6:7100"
+        )
+    for endpoint in value:
+        if isinstance(endpoint, str) and not endpoint.startswith(("tcp://", "unix://")):
+            raise ConfigError(f"{source}: peer {endpoint!r} is not tcp://host:port or unix:///path")
+    if cls is GuardConfig:
+        return [PeerRecord(peer) if isinstance(peer, str) else peer for peer in value]
+    return value
+
+
+def _require(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; it must be {wanted}")

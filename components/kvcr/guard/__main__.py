@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m kvcr.guard``: run a guard in the foreground.
+
+Prints one line of JSON on stdout when it is ready; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from kvcr.config import GuardConfig, from_environment, load
+from kvcr.errors import KvcrError
+from kvcr.guard.authority import Guard
+from kvcr.guard.view import GuardView
+
+log = logging.getLogger("kvcr.guard")
+
+SWITCH_S = 0.0005
+"""The default, 5 ms, is fifty round trips of the Unix socket."""
+
+EXIT_S = 1.7
+"""A SIGTERM ends the process within 2 s, whatever hangs; the pool's files are consistent at every moment."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT. Returns 0, 2 for bad settings, or 1 for a pool it cannot have."""
+    logging.basicConfig(
+        level=os.environ.get("KVCR_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        config = load(GuardConfig, _settings(arguments), "kvcr.guard")
+        guard = Guard(config)
+    except (KvcrError, OSError) as error:
+        print(f"kvcr.guard: {error}", file=sys.stderr)
+        return 1 if not isinstance(error, KvcrError) or "Pool" in type(error).__name__ else 2
+
+    def stop(*_: object) -> None:
+        watchdog = threading.Timer(EXIT_S, os._exit, (0,))
+        watchdog.daemon = True
+        watchdog.start()
+        guard.stop()
+
+    # Movers hold the interpreter for up to this long while the authority thread has a message to answer.
+    sys.setswitchinterval(SWITCH_S)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    cluster: Any = None
+    if config.cluster:
+        # By name, as the core does not depend on Dynamo.
+        cluster = importlib.import_module("kvcr.dynamo.cluster").start(GuardView(guard, os.getpid()))
+    print(
+        json.dumps(
+            {
+                "ready": True,
+                "name": guard.name,
+                "socket": guard.unix_socket,
+                "control": guard.control_endpoint,
+                "metrics": guard.metrics_endpoint,
+                "public_key": guard.public_key.hex(),
+                "pid": os.getpid(),
+            }
+        ),
+        flush=True,
+    )
+    guard.run()
+    if cluster is not None:
+        cluster.stop()
+    return 0
+
+
+def _settings(arguments: list[str] | None) -> dict[str, Any]:
+    """Environment first, flags over it."""
+    parser = argparse.ArgumentParser(
+        prog="kvcr.guard", description=__doc__, argument_default=argparse.SUPPRESS
+    )
+    flag = parser.add_argument
+    flag("--name", help="unique in the namespace, stable over restarts")
+    flag("--pool-dir", help="directory of the pool, on tmpfs")
+    flag("--pool-bytes", help="size of a new pool, e.g. 2GiB")
+    flag("--socket", help="Unix socket for engines and peers (default: guard.sock in the pool's directory)")
+    flag("--control", help="ZMQ endpoint to bind (default: tcp://127.0.0.1:0)")
+    flag("--advertise", help="host or host:port that peers connect to, if it differs from --control")
+    flag("--metrics-host")
+    flag("--metrics-port", help="0: any free port, -1: no metrics")
+    flag("--namespace", help="Dynamo namespace (default: dynamo)")
+    flag("--peers", help="JSON file of peer records, or endpoints separated by commas")
+    flag("--transport", help="auto, shm or nixl")
+    flag("--linger-s", help="leave after this long without an engine (default: stay)")
+    flag("--secret-file", help="the deployment's secret; needed for binds beyond loopback")
+    flag("--policy", help="package.module:Class of a kvcr.policy.Policy")
+    flag("--on-mismatch", help="pool of another layout than the engine's: cold, discard or fail")
+    flag("--lease-ms", help="longest lease asked or granted for a pull")
+    flag("--cluster", action="store_true", help="join Dynamo: registration, events, discovery")
+    flag("--remove-pool-on-exit", action="store_true")
+    return {**from_environment(os.environ), **vars(parser.parse_args(arguments))}
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: destructors of NIXL agents may wait for peers that do not answer.
+    os._exit(status)

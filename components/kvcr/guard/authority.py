@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard: one authority thread that owns the pool, and the parts it hands messages to."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+
+from kvcr.config import GuardConfig, PeerRecord
+from kvcr.errors import LayoutMismatch, PoolCorrupt, ProtocolError
+from kvcr.guard.connection import Connection, listen_unix
+from kvcr.guard.control import ControlServer
+from kvcr.guard.deposits import Deposits
+from kvcr.guard.engines import EngineServer
+from kvcr.guard.fetches import Fetches
+from kvcr.guard.inventory import InventoryLog
+from kvcr.guard.loop import Loop
+from kvcr.guard.meters import Meters
+from kvcr.guard.peers import PeerContext, Peers
+from kvcr.guard.scrub import Scrubber
+from kvcr.guard.seat import Member, Seat
+from kvcr.guard.serving import Caller, PeerServer
+from kvcr.guard.view import GuardState
+from kvcr.keys import KEY_BYTES
+from kvcr.layout import Layout
+from kvcr.metrics import serve_metrics
+from kvcr.policy import DefaultPolicy, Policy, load_policy
+from kvcr.pool import META, FileLock, Pool, boot_id
+from kvcr.pool.locks import GUARD_LOCK, make_dir
+from kvcr.protocol.engine import Hello, to_guard
+from kvcr.protocol.events import Heartbeat, Inventory
+from kvcr.protocol.peer import ToClient, to_client, to_server
+from kvcr.transfer.base import LocalRegions
+from kvcr.transfer.mover import MoverPool
+from kvcr.transfer.nixl import NixlThread
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TICK_S = 1.0
+"""The only timer of an idle guard."""
+
+DEATH_CHECKS_S = (0.005, 0.05, 0.2, 0.5)
+"""After the last connection closed: a process that was killed drops its locks a moment after its sockets."""
+
+MOVERS = 2
+CLOSE_S = 0.4
+
+
+class Guard:
+    """Belongs to the thread that calls :meth:`run`, but for :meth:`call`, :meth:`post` and :meth:`stop`."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        """Attach to a pool if there is one, bind the sockets. Raises ConfigError, PoolBusy, OSError."""
+        self.config = config
+        self.name = config.name
+        self.namespace = config.namespace
+        self.pool_dir = str(Path(config.pool_dir).absolute())
+        self.unix_socket = str(Path(config.socket_path).absolute())
+        self.secret = config.secret()
+        self.boot_id = boot_id()
+        self.incarnation = time.time_ns() // 1000
+        self.pool: Pool | None = None
+        self.local: LocalRegions | None = None
+        self.peer_context: PeerContext | None = None
+        self.metrics_endpoint = ""
+        self.loop = Loop()
+        self.meters = Meters()
+        self.peers = Peers(config.peers)
+        self.inventory = InventoryLog(self.name, self.incarnation)
+        self.seat = Seat(self._state_changed)
+        self._policy = _policy(config)
+        self._movers = MoverPool(MOVERS, self.loop.post)
+        self._nixl: NixlThread | None = None
+        self._zmq: zmq.Context[Any] = zmq.Context()
+        self._lonely_since_s: float | None = time.monotonic()
+        self._lock: FileLock | None = None
+        self._thread: threading.Thread | None = None
+        self._evicted: dict[str, int] = {}
+        self.lingered = False
+        """The guard stopped because no engine came for ``linger_s``."""
+        self._scrubber = Scrubber(self.loop, self._movers, self.meters, self._current, self.pool_changed)
+        self._deposits = Deposits(self, self._movers, self.meters)
+        self._fetches = Fetches(self, self.loop, self.meters, config.lease_ms)
+        self._engines = EngineServer(
+            self, self.loop, self.seat, self._deposits, self._fetches, self._scrubber, self.meters
+        )
+        self._server = PeerServer(
+            self, self.loop, self.inventory, self.meters, self._scrubber, config.lease_ms
+        )
+        make_dir(Path(self.pool_dir))
+        self._attach()
+        self._listener = listen_unix(self.unix_socket)
+        self._control = ControlServer(
+            self.loop, self._zmq, config.control, config.advertise, self.secret, self._control_request
+        )
+        self.control_endpoint = self._control.endpoint
+        self.public_key = self._control.public_key
+        self.loop.register(self._listener.fileno(), select.EPOLLIN, lambda _: self._accept())
+        self.meters.registry.before_render(self._refresh_gauges)
+        if config.metrics_port >= 0:
+            port = serve_metrics(self.meters.registry, config.metrics_host, config.metrics_port)
+            self.metrics_endpoint = f"http://{config.metrics_host}:{port}/metrics"
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`, then close everything."""
+        self._thread = threading.current_thread()
+        self._tick()
+        try:
+            self.loop.run()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """From any thread or signal handler."""
+        self.loop.stop()
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run on the authority thread; from any thread, never waits."""
+        self.loop.post(function)
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Run on the authority thread and wait for the result. Raises TimeoutError, and what it raises."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001, it is raised in the thread that called
+                future.set_exception(error)
+
+        self.loop.post(work)
+        return future.result(timeout_s)
+
+    def _close(self) -> None:
+        self._fetches.stop_all()
+        self.peers.close()
+        self._control.close()
+        self.loop.unregister(self._listener.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.unix_socket)
+        self._listener.close()
+        for member in list(self.seat.members):
+            member.connection.close()
+        self._movers.close(CLOSE_S)
+        if self._nixl is not None:
+            self._nixl.close(CLOSE_S)
+        self._zmq.destroy(linger=0)
+        remove = self.lingered or self.config.remove_pool_on_exit
+        if self.pool is not None:
+            self.pool.close(unlink=remove)
+        elif self._lock is not None:
+            self._lock.release(unlink=remove)
+        if remove:
+            # Only when nothing but ours was in it.
+            with contextlib.suppress(OSError):
+                os.rmdir(self.pool_dir)
+
+    def _tick(self) -> None:
+        self.loop.later(TICK_S, self._tick)
+        now_s = time.monotonic()
+        if self.pool is not None:
+            self.pool.tick(now_s)
+        self.seat.check(self.pool)
+        if self.seat.state in (GuardState.STANDBY, GuardState.CHECKING):
+            self._lonely_since_s = None
+        elif self._lonely_since_s is None:
+            self._lonely_since_s = now_s
+        elif self.config.linger_s and now_s - self._lonely_since_s >= self.config.linger_s:
+            log.info("no engine for %.0f s: leaving", now_s - self._lonely_since_s)
+            self.lingered = True
+            self.stop()
+
+    # --- the pool ---------------------------------------------------------------------------------
+
+    def open_pool(self, layout: Layout) -> Pool:
+        """The pool for ``layout``: the one we have, or a new one. For :class:`EngineServer`."""
+        if self.pool is not None:
+            try:
+                self.pool.layout.require_same(
+                    layout, ours=f"the pool in {self.pool_dir}", theirs="the engine"
+                )
+            except LayoutMismatch:
+                if self._policy.on_mismatch(self.pool.layout, layout) != "discard":
+                    raise
+                self._discard()
+        if self.pool is None:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            self._use(
+                Pool.create(
+                    Path(self.pool_dir),
+                    layout,
+                    self.config.pool_bytes,
+                    guard_incarnation=self.incarnation,
+                    policy=self._policy,
+                )
+            )
+            log.info("made a pool of %d slots in %s", self._pool.slots, self.pool_dir)
+        return self._pool
+
+    @property
+    def _pool(self) -> Pool:
+        assert self.pool is not None
+        return self.pool
+
+    def _attach(self) -> None:
+        """Go on with the pool that is there; with none, hold its lock until there is one."""
+        directory = Path(self.pool_dir)
+        if (directory / META).exists():
+            try:
+                pool = Pool.attach(directory, guard_incarnation=self.incarnation, policy=self._policy)
+            except PoolCorrupt as error:
+                log.error("the pool in %s cannot be used and will be replaced: %s", directory, error)
+            else:
+                # What the guard before was pulling ended with its process.
+                pool.reclaim_writer("")
+                self._use(pool)
+                self.seat.found(pool)
+                log.info("attached to %s: %s", directory, pool.recovery)
+                return
+        self._lock = FileLock(directory / GUARD_LOCK)
+        self._lock.acquire()
+
+    def _use(self, pool: Pool) -> None:
+        ranks = range(pool.layout.ranks)
+        self.pool = pool
+        self.local = LocalRegions(
+            pool.layout,
+            [pool.data(rank).array for rank in ranks],
+            [pool.region(rank).address for rank in ranks],
+        )
+        self._evicted = {}
+        self.peer_context = PeerContext(
+            loop=self.loop,
+            zmq=self._zmq,
+            name=self.name,
+            incarnation=self.incarnation,
+            boot_id=self.boot_id,
+            secret=self.secret,
+            choice=self.config.transport,
+            local=self.local,
+            layout_digest=pool.layout.digest(),
+            movers=self._movers,
+            nixl=self.nixl,
+        )
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Make NIXL agents ahead when it is sure that they will be needed."""
+        records = self.peers.records().values()
+        remote = any(record.boot_id not in ("", self.boot_id) for record in records)
+        if (
+            self.pool is not None
+            and self.config.transport != "shm"
+            and (self.config.transport == "nixl" or remote)
+        ):
+            self.nixl().warm_up()
+
+    def _discard(self) -> None:
+        """Drop the pool, as its layout is of no use to the engine that comes."""
+        log.warning("discarding the pool in %s: its layout is not the engine's", self.pool_dir)
+        self._fetches.stop_all()
+        self._server.end_all()
+        self.peers.close()
+        if self._nixl is not None:
+            self._nixl.close(CLOSE_S)
+            self._nixl = None
+        self.inventory.all_removed(self._pool)
+        self._pool.close(unlink=True)
+        self.pool = self.local = self.peer_context = None
+
+    def nixl(self) -> NixlThread:
+        """The NIXL thread, started at the first call. There must be a pool."""
+        if self._nixl is None:
+            assert self.local is not None
+            self._nixl = NixlThread(
+                f"{self.name}-{self.incarnation:x}", self.local, self._movers, self.loop.post
+            )
+        return self._nixl
+
+    def pool_changed(self) -> None:
+        """Publish what changed at the end of this round."""
+        self.loop.defer(self._collect)
+
+    def _collect(self) -> None:
+        if self.pool is None:
+            return
+        self.inventory.collect(self.pool)
+        for reason, count in self.pool.evicted_blocks.items():
+            self.meters.evicted_blocks.inc(count - self._evicted.get(reason, 0), reason=reason)
+            self._evicted[reason] = count
+
+    def _current(self) -> tuple[Pool, LocalRegions] | None:
+        return (self.pool, self.local) if self.pool is not None and self.local is not None else None
+
+    # --- sockets ----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                log.warning("accept on %s: %s", self.unix_socket, error)
+                return
+            self._welcome(sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Until its first message, a connection may be an engine's or a guard's."""
+        speaker: list[Member | Caller] = []
+
+        def received(connection: Connection, raw: memoryview) -> None:
+            if not speaker:
+                self._first_message(connection, raw, speaker)
+            elif isinstance(speaker[0], Member):
+                self._engines.handle(to_guard.decode(raw), speaker[0])
+            else:
+                self._peer_message(connection, raw, speaker[0])
+
+        def closed(_: Connection) -> None:
+            for who in speaker:
+                if isinstance(who, Member):
+                    self._engines.hung_up(who)
+                else:
+                    self._server.hung_up(who)
+
+        Connection(self.loop, sock, received, closed)
+
+    def _first_message(self, connection: Connection, raw: memoryview, speaker: list[Member | Caller]) -> None:
+        try:
+            hello = to_guard.decode(raw)
+        except ProtocolError:
+            caller = Caller()
+            self._peer_message(connection, raw, caller)
+            speaker.append(caller)
+            return
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"{type(hello).__name__} before Hello")
+        member = self._engines.hello(hello, connection)
+        if member is not None:
+            speaker.append(member)
+
+    def _peer_message(self, connection: Connection, raw: memoryview, caller: Caller) -> None:
+        self._server.handle(
+            to_server.decode(raw), caller, lambda message: connection.send(to_client.encode(message))
+        )
+
+    def _control_request(self, raw: bytes, reply: Callable[[bytes], None]) -> None:
+        def answer(message: ToClient) -> None:
+            reply(to_client.encode(message))
+
+        try:
+            self._server.handle(to_server.decode(raw), Caller(), answer)
+        except ProtocolError as error:
+            log.warning("control request ignored: %s", error)
+
+    # --- the view ---------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.pool.epoch if self.pool is not None else 0
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.pool.layout if self.pool is not None else None
+
+    @property
+    def engine_namespace(self) -> str:
+        return self.seat.namespace
+
+    @property
+    def engine_id(self) -> str:
+        return self.seat.engine_id
+
+    @property
+    def engine_pids(self) -> tuple[int, ...]:
+        return self.seat.pids
+
+    @property
+    def state(self) -> GuardState:
+        return self.seat.state
+
+    def subscribe(self, callback: Callable[[Inventory], None]) -> None:
+        self.inventory.subscribe(callback)
+
+    def set_peers(self, peers: dict[str, PeerRecord]) -> None:
+        self.peers.set_found(peers)
+        self._warm_up()
+
+    def heartbeat(self) -> Heartbeat:
+        return self.inventory.heartbeat(self.pool)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready summary, see :meth:`kvcr.guard.view.GuardView.status`."""
+        pool = self.pool
+        return {
+            "name": self.name,
+            "namespace": self.namespace,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "state": str(self.seat.state),
+            "control": self.control_endpoint,
+            "socket": self.unix_socket,
+            "metrics": self.metrics_endpoint,
+            "engine": {
+                "id": self.seat.engine_id,
+                "namespace": self.seat.namespace,
+                "pids": list(self.seat.pids),
+                "connections": len(self.seat.members),
+            },
+            "pool": None
+            if pool is None
+            else {
+                "dir": str(pool.dir),
+                "epoch": pool.epoch,
+                "slots": pool.slots,
+                "slot_part_bytes": pool.slot_part_bytes,
+                "layout_digest": pool.layout.digest(),
+                "counts": {state.name: count for state, count in pool.counts().items()},
+                "lifetime": "outlives the engine; ends with its tmpfs mount"
+                + (f", or {self.config.linger_s:.0f} s without an engine" if self.config.linger_s else ""),
+            },
+            "peers": self.peers.status(),
+            "pulls": self._fetches.status(),
+            "leases": self._server.lease_count,
+            "inventory_sequence": self.inventory.sequence,
+        }
+
+    def inspect(self, keys: bytes) -> dict[str, Any]:
+        """JSON-ready facts about blocks, see :meth:`kvcr.guard.view.GuardView.inspect`."""
+        if len(keys) % KEY_BYTES:
+            raise ProtocolError(f"{len(keys)} bytes of keys, {KEY_BYTES} a key")
+        if self.pool is None:
+            return {"blocks": []}
+        found = self.pool.lookup(keys)
+        blocks = []
+        for index, slot in enumerate(found.slots.tolist()):
+            block: dict[str, Any] = {
+                "key": keys[KEY_BYTES * index : KEY_BYTES * (index + 1)].hex(),
+                "tier": None,
+            }
+            if slot >= 0:
+                record = self.pool.record(found.slots[index : index + 1])
+                block |= {
+                    "tier": 2,
+                    "slot": slot,
+                    "generation": int(found.generations[index]),
+                    "parent": record.parents.hex(),
+                    "engine_hash": int(record.engine_hashes[0]),
+                    "position": int(record.positions[0]),
+                }
+            blocks.append(block)
+        return {"guard": self.name, "epoch": self.epoch, "blocks": blocks}
+
+    def _state_changed(self, state: GuardState) -> None:
+        if state is GuardState.CHECKING:
+            for delay_s in DEATH_CHECKS_S:
+                self.loop.later(delay_s, lambda: self.seat.check(self.pool))
+
+    def _refresh_gauges(self) -> None:
+        """On the metrics thread: reads only."""
+        pool = self.pool
+        for state in GuardState:
+            self.meters.state.set(float(state is self.seat.state), state=state.value.lower())
+        if pool is not None:
+            self.meters.epoch.set(pool.epoch)
+            for slot_state, count in pool.counts().items():
+                self.meters.pool_slots.set(count, state=slot_state.name.lower())
+
+
+def _policy(config: GuardConfig) -> Policy:
+    return load_policy(config.policy) if config.policy else DefaultPolicy(on_mismatch=config.on_mismatch)

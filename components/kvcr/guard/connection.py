@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unix seqpacket sockets on the authority thread: nothing here ever waits."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import socket
+import stat
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcr.errors import ConfigError, PoolBusy, ProtocolError
+from kvcr.guard.loop import Loop
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_MESSAGES = 4096
+"""A reader that is this far behind is cut off; it reconnects and starts from what the pool says."""
+
+_RECEIVE_BYTES = 512 * 1024
+_MESSAGES_PER_ROUND = 64
+_MAX_UNIX_PATH = 107
+
+
+class Connection:
+    """One peer of the Unix socket: an engine process or another guard."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        on_message: Callable[[Connection, memoryview], None],
+        on_close: Callable[[Connection], None],
+    ) -> None:
+        """``on_message`` gets a view that is valid during the call only; a ProtocolError from it closes the
+        connection. ``on_close`` is called once, however the connection ends."""
+        sock.setblocking(False)
+        self._loop = loop
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._on_message = on_message
+        self._on_close = on_close
+        self._queue: deque[bytes] = deque()
+        self.closed = False
+        loop.register(self._fd, select.EPOLLIN, self._ready)
+
+    def send(self, raw: bytes) -> None:
+        """Send, or queue until the reader reads. A reader too far behind is cut off."""
+        if self.closed:
+            return
+        if self._queue:
+            self._enqueue(raw)
+            return
+        try:
+            self._sock.send(raw, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            self._enqueue(raw)
+        except OSError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.unregister(self._fd)
+        self._sock.close()
+        self._queue.clear()
+        self._on_close(self)
+
+    def close_after_sending(self) -> None:
+        """Close once what was sent has left, or at once when the reader does not read."""
+        if not self._queue:
+            self.close()
+        else:
+            self._loop.later(1.0, self.close)
+
+    def _enqueue(self, raw: bytes) -> None:
+        if len(self._queue) >= MAX_QUEUED_MESSAGES:
+            log.warning("connection cut: it left %d messages unread", len(self._queue))
+            self.close()
+            return
+        if not self._queue:
+            self._loop.modify(self._fd, select.EPOLLIN | select.EPOLLOUT)
+        self._queue.append(raw)
+
+    def _ready(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._flush()
+        if not self.closed and events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            self._receive()
+
+    def _flush(self) -> None:
+        while self._queue:
+            try:
+                self._sock.send(self._queue[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._fail(error)
+                return
+            self._queue.popleft()
+        self._loop.modify(self._fd, select.EPOLLIN)
+
+    def _receive(self) -> None:
+        # Bounded, so that one talkative process does not keep the others waiting; epoll comes back to it.
+        for _ in range(_MESSAGES_PER_ROUND):
+            try:
+                count = self._sock.recv_into(_buffer, 0, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._fail(error)
+                return
+            if count == 0:
+                self.close()
+                return
+            try:
+                self._on_message(self, memoryview(_buffer)[:count])
+            except ProtocolError as error:
+                log.warning("connection closed: %s", error)
+                self.close()
+            if self.closed:
+                return
+
+    def _fail(self, error: OSError) -> None:
+        if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+            log.warning("connection lost: %s", error)
+        self.close()
+
+
+# One buffer for all connections: only the authority thread receives, and messages are decoded at once.
+_buffer = bytearray(_RECEIVE_BYTES)
+
+
+def listen_unix(path: str) -> socket.socket:
+    """A listening seqpacket socket at ``path``, mode 0660. A stale file is replaced only if nobody answers.
+
+    Raises PoolBusy when somebody does, ConfigError when the path cannot be used.
+    """
+    if len(os.fsencode(path)) > _MAX_UNIX_PATH:
+        raise ConfigError(
+            f"socket path {path!r} has {len(os.fsencode(path))} bytes, Unix sockets allow {_MAX_UNIX_PATH}; "
+            "set a shorter --socket"
+        )
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            _remove_stale(path)
+        else:
+            raise ConfigError(f"{path!r} exists and is not a socket; set another --socket or remove it")
+    except FileNotFoundError:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o660)
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"socket {path!r} cannot be bound: {error.strerror}") from error
+    return sock
+
+
+def connect_unix(path: str) -> socket.socket:
+    """Connect without waiting. Raises OSError when nobody listens, or the backlog is full."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        connect_unix(path).close()
+    except BlockingIOError as error:
+        raise PoolBusy(f"somebody listens on {path!r} but does not accept; end it first") from error
+    except OSError:
+        os.unlink(path)
+        return
+    raise PoolBusy(f"another guard answers on {path!r}; end it first, or set another --socket")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZMQ on the authority thread: the control socket that peers and routers talk to, and our side of theirs."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import select
+import socket as socket_module
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvcr.errors import ConfigError
+from kvcr.guard.loop import Loop
+from kvcr.protocol.curve import KeyPair, client_pair, new_pair, secure_client, secure_server
+from kvcr.protocol.peer import MAX_CONTROL_BYTES
+
+log = logging.getLogger(__name__)
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_HIGH_WATER_MARK = 1000
+_FRAMES = 8
+
+
+class Port:
+    """A ZMQ socket in the loop.
+
+    Its descriptor is edge-triggered and also fires for writability, so it is read until empty, after every
+    event and after every round in which we sent.
+    """
+
+    def __init__(self, loop: Loop, sock: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._on_frames = on_frames
+        self._fd = int(sock.getsockopt(zmq.FD))
+        self._closed = False
+        loop.register(self._fd, select.EPOLLIN, lambda _: self._drain())
+        loop.defer(self._drain)
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Send without waiting; False when the queue is full or the other side is unknown."""
+        try:
+            self._sock.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            log.debug("control message dropped: %s", error)
+            return False
+        finally:
+            self._loop.defer(self._drain)
+        return True
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.unregister(self._fd)
+        self._sock.close(linger=0)
+
+    def _drain(self) -> None:
+        while not self._closed:
+            try:
+                frames = self._sock.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                log.warning("control socket: %s", error)
+                return
+            self._on_frames(frames)
+
+
+class ControlServer:
+    """The bound ROUTER. With a secret it speaks CURVE and admits only clients that have the secret too."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: zmq.Context[Any],
+        bind: str,
+        advertise: str,
+        secret: bytes | None,
+        on_request: Callable[[bytes, Callable[[bytes], None]], None],
+    ) -> None:
+        """``on_request(raw, reply)``; ``reply`` may be called once, later, or never. Raises ConfigError."""
+        self.public_key = b""
+        self._on_request = on_request
+        self._zap: Port | None = None
+        sock = context.socket(zmq.ROUTER)
+        sock.linger = 0
+        sock.sndhwm = sock.rcvhwm = _HIGH_WATER_MARK
+        sock.maxmsgsize = MAX_CONTROL_BYTES
+        sock.ipv6 = "[" in bind
+        if secret is not None:
+            pair: KeyPair = new_pair()
+            self.public_key = pair.public
+            self._admitted = client_pair(secret).public
+            self._open_zap(loop, context)
+            secure_server(sock, pair, "kvcr")
+        else:
+            _require_loopback(bind)
+        try:
+            sock.bind(bind)
+        except zmq.ZMQError as error:
+            sock.close(linger=0)
+            raise ConfigError(
+                f"control endpoint {bind!r} cannot be bound: {error.strerror}; choose another"
+            ) from error
+        bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = _advertised(bound, advertise)
+        self._port = Port(loop, sock, self._received)
+
+    def close(self) -> None:
+        self._port.close()
+        if self._zap is not None:
+            self._zap.close()
+
+    def _received(self, frames: list[bytes]) -> None:
+        # The last frame is the request; what precedes it is the way back (an identity, and for REQ clients
+        # an empty frame).
+        if not 2 <= len(frames) <= _FRAMES:
+            log.warning("control message of %d frames ignored", len(frames))
+            return
+        way_back = frames[:-1]
+        self._on_request(frames[-1], lambda raw: self._reply(way_back, raw))
+
+    def _reply(self, way_back: list[bytes], raw: bytes) -> None:
+        self._port.send([*way_back, raw])
+
+    def _open_zap(self, loop: Loop, context: zmq.Context[Any]) -> None:
+        sock = context.socket(zmq.ROUTER)
+        sock.linger = 0
+        sock.bind(_ZAP_ENDPOINT)
+        self._zap = Port(loop, sock, self._authenticate)
+
+    def _authenticate(self, frames: list[bytes]) -> None:
+        # ZAP 1.0: identity, "", version, request id, domain, address, identity, mechanism, credentials
+        if self._zap is None or len(frames) < 8 or frames[2] != b"1.0":
+            return
+        good = frames[7] == b"CURVE" and frames[8:] == [self._admitted]
+        if not good:
+            log.warning(
+                "control connection from %s refused: it does not have our secret",
+                frames[5].decode("ascii", "replace"),
+            )
+        status = [b"200", b"OK"] if good else [b"400", b"unknown client key"]
+        self._zap.send([frames[0], b"", b"1.0", frames[3], *status, b"", b""])
+
+
+class ControlClient:
+    """A DEALER to one peer's control socket, with its monitor: a refused or lost connection is told at once,
+    which ZMQ alone would hide behind its reconnects."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: zmq.Context[Any],
+        endpoint: str,
+        secret: bytes | None,
+        server_key: bytes,
+        on_message: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """``on_lost(reason)`` is called at most once. Raises ConfigError on a bad endpoint or key."""
+        self._on_lost = on_lost
+        self._lost = False
+        sock = context.socket(zmq.DEALER)
+        sock.linger = 0
+        sock.sndhwm = sock.rcvhwm = _HIGH_WATER_MARK
+        sock.maxmsgsize = MAX_CONTROL_BYTES
+        sock.ipv6 = "[" in endpoint
+        try:
+            if secret is not None:
+                secure_client(sock, secret, server_key)
+            monitor = sock.get_monitor_socket(
+                zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CONNECT_RETRIED
+                | zmq.EVENT_CLOSED
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            )
+            sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            sock.close(linger=0)
+            raise ConfigError(f"control endpoint {endpoint!r} cannot be used: {error.strerror}") from error
+        except ConfigError:
+            sock.close(linger=0)
+            raise
+        self._sock = sock
+        self._port = Port(loop, sock, lambda frames: on_message(frames[-1]))
+        self._monitor = Port(loop, monitor, self._observed)
+
+    def send(self, raw: bytes) -> bool:
+        return self._port.send([raw])
+
+    def close(self) -> None:
+        self._lost = True
+        self._sock.disable_monitor()
+        self._monitor.close()
+        self._port.close()
+
+    def _observed(self, frames: list[bytes]) -> None:
+        event = zmq.Event(parse_monitor_message(frames)["event"])
+        if not self._lost and event is not zmq.Event.MONITOR_STOPPED:
+            self._lost = True
+            self._on_lost(str(event.name).lower().replace("_", " "))
+
+
+def _require_loopback(bind: str) -> None:
+    host = urlsplit(bind).hostname or ""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not bind.startswith("tcp://") or not loopback:
+        raise ConfigError(
+            f"control endpoint {bind!r} is reachable from other hosts, and there is no secret; "
+            "set --secret-file, or bind to tcp://127.0.0.1:0"
+        )
+
+
+def _advertised(bound: str, advertise: str) -> str:
+    parts = urlsplit(bound)
+    port = parts.port
+    if advertise:
+        return f"tcp://{advertise}" if ":" in advertise.rpartition("]")[2] else f"tcp://{advertise}:{port}"
+    if parts.hostname in ("0.0.0.0", "::"):
+        return f"tcp://{socket_module.gethostbyname(socket_module.gethostname())}:{port}"
+    return bound

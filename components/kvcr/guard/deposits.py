@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From filled slots to published blocks: wait for every rank, hash on a mover, commit, acknowledge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.errors import ProtocolError
+from kvcr.guard.meters import Meters
+from kvcr.keys import KEY_BYTES
+from kvcr.pool import Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u32, u64
+from kvcr.protocol.engine import Committed, Filled, ToEngine
+from kvcr.transfer.base import LocalRegions
+from kvcr.transfer.mover import MoverPool
+
+
+class Host(Protocol):
+    """What deposits need of the guard."""
+
+    pool: Pool | None
+    local: LocalRegions | None
+
+    def pool_changed(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Partial:
+    """A slot that some ranks have filled."""
+
+    generation: int
+    ranks: int
+    """bit mask"""
+
+
+class Deposits:
+    """Belongs to the authority thread."""
+
+    def __init__(self, host: Host, movers: MoverPool, meters: Meters) -> None:
+        self._host = host
+        self._movers = movers
+        self._meters = meters
+        self._partial: dict[int, _Partial] = {}
+
+    def forget(self) -> None:
+        """The engine is gone: what only some of its ranks filled will never be complete."""
+        self._partial.clear()
+
+    def filled(self, message: Filled, rank: int, answer: Callable[[ToEngine], None]) -> None:
+        """A worker filled its rank's part of some slots. Raises ProtocolError on arrays of odd lengths."""
+        pool, local = self._host.pool, self._host.local
+        slots, generations = i32(message.slots), u64(message.generations)
+        count = len(slots)
+        hashes, positions = u64(message.engine_hashes), u32(message.positions)
+        if not (
+            len(generations) == len(hashes) == len(positions) == count <= MAX_BLOCKS_PER_MESSAGE
+            and len(message.keys) == len(message.parents) == KEY_BYTES * count
+        ):
+            raise ProtocolError(
+                f"Filled names {count} slots with columns of other lengths, or over {MAX_BLOCKS_PER_MESSAGE}"
+            )
+        if pool is None or local is None:
+            return
+        if message.epoch != pool.epoch:
+            # Stores of the past: acknowledged, so that they are not sent again, and dropped.
+            answer(Committed(pool.epoch, message.slots, message.generations))
+            return
+        # Fills of before a guard's restart, or sent twice: published already, or never to be.
+        found = pool.lookup(message.keys)
+        settled = (found.slots == slots) & (found.generations == generations)
+        settled |= (slots < 0) | (slots >= pool.slots)
+        if settled.any():
+            answer(Committed(pool.epoch, slots[settled].tobytes(), generations[settled].tobytes()))
+        chosen = np.flatnonzero(~settled)
+        chosen = chosen[self._complete(slots[chosen], generations[chosen], rank, pool.layout.ranks)]
+        if not len(chosen):
+            return
+        slots, generations = slots[chosen], generations[chosen]
+        keys, parents = _take(message.keys, chosen), _take(message.parents, chosen)
+
+        def hashed(checksums: npt.NDArray[np.uint64] | None) -> None:
+            if checksums is None or pool is not self._host.pool:
+                return
+            result = pool.commit(
+                slots,
+                generations,
+                keys,
+                parents,
+                hashes[chosen],
+                positions[chosen],
+                checksums,
+                time.monotonic(),
+            )
+            stored = int(result.committed.sum())
+            self._meters.deposited_blocks.inc(stored)
+            self._meters.deposited_bytes.inc(stored * local.block_bytes)
+            self._host.pool_changed()
+            answer(Committed(pool.epoch, slots.tobytes(), generations.tobytes()))
+
+        self._movers.submit(lambda: local.checksums(slots), hashed)
+
+    def _complete(
+        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], rank: int, ranks: int
+    ) -> npt.NDArray[np.bool_]:
+        """Note that ``rank`` filled these; a mask of those that every rank has filled now."""
+        if ranks == 1:
+            return np.ones(len(slots), bool)
+        every = (1 << ranks) - 1
+        complete = np.zeros(len(slots), bool)
+        # A loop over blocks: only with several ranks, and about 0.3 us a block.
+        for index, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
+            partial = self._partial.get(slot)
+            if partial is None or partial.generation != generation:
+                partial = self._partial[slot] = _Partial(generation, 0)
+            partial.ranks |= 1 << rank
+            if partial.ranks == every:
+                complete[index] = True
+                del self._partial[slot]
+        return complete
+
+
+def _take(blob: bytes, indices: npt.NDArray[np.int64]) -> bytes:
+    return np.frombuffer(blob, f"V{KEY_BYTES}")[indices].tobytes()

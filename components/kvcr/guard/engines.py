@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engine processes ask of the guard, message by message."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+from kvcr.errors import ConfigError, LayoutMismatch, PoolError, ProtocolError
+from kvcr.guard.connection import Connection
+from kvcr.guard.deposits import Deposits
+from kvcr.guard.fetches import Fetches
+from kvcr.guard.loop import Loop
+from kvcr.guard.meters import Meters
+from kvcr.guard.scrub import Scrubber
+from kvcr.guard.seat import Member, Seat
+from kvcr.keys import KEY_BYTES
+from kvcr.layout import Layout
+from kvcr.pool import Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
+from kvcr.protocol.engine import (
+    VERSION,
+    Fetch,
+    Filled,
+    Finish,
+    Granted,
+    Hello,
+    LoadBegin,
+    LoadEnd,
+    Pin,
+    Rejected,
+    Reserve,
+    Return,
+    Role,
+    ToGuard,
+    Unpin,
+    Use,
+    Welcome,
+    to_engine,
+)
+
+log = logging.getLogger(__name__)
+
+ORPHAN_S = 1.0
+"""A request outlives its scheduler's connection by this long, for the case that it reconnects."""
+
+MAX_GRANTED_FRACTION = 0.5
+"""Of the pool: what standing grants may take, so that pulls and resident blocks keep room."""
+
+MAX_PINS = 4096
+
+
+class Host(Protocol):
+    """What engines need of the guard."""
+
+    name: str
+    incarnation: int
+    control_endpoint: str
+    pool: Pool | None
+
+    def open_pool(self, layout: Layout) -> Pool:
+        """The pool for this layout, made if need be. Raises LayoutMismatch, PoolError, OSError."""
+
+    def pool_changed(self) -> None: ...
+
+
+class EngineServer:
+    """Belongs to the authority thread."""
+
+    def __init__(
+        self,
+        host: Host,
+        loop: Loop,
+        seat: Seat,
+        deposits: Deposits,
+        fetches: Fetches,
+        scrubber: Scrubber,
+        meters: Meters,
+    ) -> None:
+        self._host = host
+        self._loop = loop
+        self._seat = seat
+        self._deposits = deposits
+        self._fetches = fetches
+        self._scrubber = scrubber
+        self._meters = meters
+        self._pins: dict[str, bytes] = {}
+
+    def hello(self, hello: Hello, connection: Connection) -> Member | None:
+        """Seat the process, or reject it and close its connection."""
+        code, reason = "", ""
+        pool: Pool | None = None
+        if hello.version != VERSION:
+            code, reason = "version", f"engine protocol {hello.version}, this guard speaks {VERSION}"
+        elif not 0 <= hello.rank < hello.layout.ranks:
+            code, reason = "layout", f"rank {hello.rank} is outside of 0..{hello.layout.ranks - 1}"
+        elif refusal := self._seat.refusal(self._host.pool, hello.engine_id):
+            code, reason = "busy", refusal
+        else:
+            try:
+                pool = self._host.open_pool(hello.layout)
+                # Enters the id in the pool's table of writers, or refuses it.
+                pool.allocate(0, time.monotonic(), engine_id=hello.engine_id)
+            except LayoutMismatch as error:
+                code, reason = "layout", str(error)
+            except (PoolError, ConfigError, OSError) as error:
+                code, reason = "pool", str(error)
+        if code or pool is None:
+            log.warning("engine %s rejected, %s: %s", hello.engine_id, code, reason)
+            connection.send(to_engine.encode(Rejected(code, reason)))
+            connection.close_after_sending()
+            return None
+        member = Member(connection, hello.role, hello.rank, hello.pid)
+        self._seat.join(pool, hello.engine_id, hello.namespace, member)
+        member.send(
+            Welcome(
+                epoch=pool.epoch,
+                guard=self._host.name,
+                incarnation=self._host.incarnation,
+                pool_dir=str(pool.dir),
+                slots=pool.slots,
+                slot_part_bytes=pool.slot_part_bytes,
+                control_endpoint=self._host.control_endpoint,
+            )
+        )
+        return member
+
+    def hung_up(self, member: Member) -> None:
+        """The connection of a seated process closed."""
+        self._seat.leave(self._host.pool, member)
+        if not self._seat.members:
+            self._deposits.forget()
+        if member.role is Role.SCHEDULER:
+            self._loop.later(ORPHAN_S, lambda: self._fetches.orphaned(member))
+
+    def handle(self, message: ToGuard, member: Member) -> None:
+        """Raises ProtocolError on arrays of odd lengths; the connection is then closed."""
+        pool = self._host.pool
+        if pool is None:
+            raise ProtocolError(f"{type(message).__name__} before there is a pool")
+        match message:
+            case Hello():
+                raise ProtocolError("a second Hello on one connection")
+            case Filled():
+                self._deposits.filled(message, member.rank, member.send)
+            case Fetch():
+                self._fetches.start(message, self._seat, member.send, member)
+            case Finish():
+                self._fetches.finish(message.request_id)
+            case LoadBegin():
+                self._load_begin(pool, message, member)
+            case LoadEnd():
+                self._load_end(pool, message, member)
+            case Reserve():
+                self._reserve(pool, message, member)
+            case Return():
+                if message.epoch == pool.epoch:
+                    pool.give_back(i32(message.slots), u64(message.generations))
+            case Use():
+                if message.epoch == pool.epoch:
+                    _require_keys(message.keys)
+                    slots = pool.lookup(message.keys).slots
+                    pool.touch(slots[slots >= 0], time.monotonic())
+            case Pin():
+                self._pin(pool, message)
+            case Unpin():
+                keys = self._pins.pop(message.pin_id, None)
+                if keys is not None:
+                    self._unpin(pool, keys)
+
+    def _reserve(self, pool: Pool, message: Reserve, member: Member) -> None:
+        if message.epoch != pool.epoch:
+            member.send(Granted(pool.epoch, b"", b""))
+            return
+        held = len(pool.grants(self._seat.engine_id).slots)
+        count = min(message.count, max(0, int(pool.slots * MAX_GRANTED_FRACTION) - held))
+        slots, generations = pool.allocate(count, time.monotonic(), engine_id=self._seat.engine_id)
+        self._host.pool_changed()
+        for start in range(0, max(len(slots), 1), MAX_BLOCKS_PER_MESSAGE):
+            part = slice(start, start + MAX_BLOCKS_PER_MESSAGE)
+            member.send(Granted(pool.epoch, slots[part].tobytes(), generations[part].tobytes()))
+
+    def _load_begin(self, pool: Pool, message: LoadBegin, member: Member) -> None:
+        slots, generations = i32(message.slots), u64(message.generations)
+        if len(slots) != len(generations):
+            raise ProtocolError(f"LoadBegin has {len(slots)} slots, {len(generations)} generations")
+        inside = (slots >= 0) & (slots < pool.slots)
+        slots, generations = slots[inside], generations[inside]
+        held = pool.lease(slots, generations)
+        pool.touch(slots[held], time.monotonic())
+        member.loads.setdefault(message.request_id, []).append((slots[held], generations[held]))
+
+    def _load_end(self, pool: Pool, message: LoadEnd, member: Member) -> None:
+        for slots, generations in member.loads.pop(message.request_id, []):
+            pool.unlease(slots, generations)
+        if member.rank == 0 and message.block_count > 0:
+            # Every rank loads its part of the same blocks.
+            self._meters.loaded_blocks.inc(message.block_count)
+        self._meters.loaded_bytes.inc(max(message.byte_count, 0))
+        if message.corrupt_slots:
+            self._scrubber.check(i32(message.corrupt_slots), u64(message.corrupt_generations), "load")
+
+    def _pin(self, pool: Pool, message: Pin) -> None:
+        _require_keys(message.keys)
+        if message.epoch != pool.epoch:
+            return
+        if len(self._pins) >= MAX_PINS:
+            self._pins.pop(next(iter(self._pins)))
+        self._pins[message.pin_id] = message.keys
+        pool.pin(message.keys, time.monotonic() + max(message.ttl_s, 0.0))
+
+    def _unpin(self, pool: Pool, keys: bytes) -> None:
+        """End the pins of these blocks, except those that another pin holds too."""
+        others = {
+            held[at : at + KEY_BYTES] for held in self._pins.values() for at in range(0, len(held), KEY_BYTES)
+        }
+        free = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        pool.unpin(b"".join(key for key in free if key not in others))
+
+
+def _require_keys(keys: bytes) -> None:
+    if len(keys) % KEY_BYTES:
+        raise ProtocolError(f"{len(keys)} bytes of keys, {KEY_BYTES} a key")

@@ -1,0 +1,596 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carrying out Fetches: the shell around :class:`kvcr.guard.pulls.Pull`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.errors import ProtocolError
+from kvcr.guard.loop import Loop, Timer
+from kvcr.guard.meters import Meters
+from kvcr.guard.peers import Grant, PeerContext, PeerLink, Peers
+from kvcr.guard.pulls import Ask, Indices, Move, Pull, Span
+from kvcr.keys import KEY_BYTES
+from kvcr.pool import Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, u64
+from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
+from kvcr.protocol.peer import Release
+from kvcr.transfer.base import Step, StepResult
+from kvcr.transfer.nixl import NixlTransport
+from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 0.04
+"""The engine waits 50 ms for FetchLease; it gets what is known by then."""
+
+STEPS_IN_FLIGHT = 2
+"""Per pull: one is hashed while the next is copied."""
+
+MAX_PULLS = 1024
+MAX_SOURCES = 64
+MAX_DEADLINE_S = 60.0
+
+
+class Host(Protocol):
+    """What fetches need of the guard."""
+
+    pool: Pool | None
+    peers: Peers
+    peer_context: PeerContext | None
+
+    def pool_changed(self) -> None: ...
+
+
+class Asker(Protocol):
+    """The engine, as a fetch sees it."""
+
+    def broadcast(self, message: ToEngine) -> None:
+        """Send to every process of the engine."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a pull did at one source, told to it when the pull ends."""
+
+    leases: list[int] = field(default_factory=list)
+    blocks: int = 0
+    transport: str = ""
+    corrupt_slots: list[int] = field(default_factory=list)
+    corrupt_generations: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Transit:
+    """Blocks stored for one request alone."""
+
+    origin: object
+    stored: list[tuple[Pool, npt.NDArray[np.int32], npt.NDArray[np.uint64]]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A Fetch under way."""
+
+    number: int
+    fetch: Fetch
+    pull: Pull
+    hashes: npt.NDArray[np.uint64]
+    keys: list[bytes]
+    parents: list[bytes]
+    asker: Asker
+    answer: Callable[[ToEngine], None]
+    """To the scheduler connection that asked."""
+    origin: object
+    """That connection."""
+    links: list[PeerLink]
+    pool: Pool
+    context: PeerContext
+    accounts: dict[int, _Account] = field(default_factory=dict)
+    timers: list[Timer] = field(default_factory=list)
+    owned: set[int] = field(default_factory=set)
+    """Blocks that others may be waiting for."""
+    steps: int = 0
+    reported: bool = False
+    """The final FetchProgress was sent."""
+    pulled: dict[str, int] = field(default_factory=dict)
+    """Blocks by transport."""
+    cancelled: bool = False
+
+
+class Fetches:
+    """All pulls of this guard. Belongs to the authority thread."""
+
+    def __init__(self, host: Host, loop: Loop, meters: Meters, lease_ms: int) -> None:
+        self._host = host
+        self._loop = loop
+        self._meters = meters
+        self._lease_ms = lease_ms
+        self._active: dict[int, _Active] = {}
+        self._getting: dict[bytes, _Active] = {}
+        """Key -> the pull that is getting it: one pull in flight for each key."""
+        self._waiting: dict[bytes, list[tuple[_Active, int]]] = {}
+        self._transit: dict[str, _Transit] = {}
+        """Request id -> blocks stored for it alone (no_retain), evicted when it finishes."""
+        self._count = 0
+
+    @property
+    def active(self) -> int:
+        return len(self._active)
+
+    # --- called by the engine's side --------------------------------------------------------------
+
+    def start(self, fetch: Fetch, asker: Asker, answer: Callable[[ToEngine], None], origin: object) -> None:
+        """Begin; answers with FetchLease soon, and FetchProgress until it is final.
+
+        Raises ProtocolError on arrays of odd lengths or beyond the limits.
+        """
+        count = len(fetch.keys) // KEY_BYTES
+        hashes = u64(fetch.engine_hashes)
+        if len(fetch.keys) % KEY_BYTES or len(hashes) != count or len(fetch.parent) != KEY_BYTES:
+            raise ProtocolError(
+                f"Fetch has {len(fetch.keys)} bytes of keys, {len(hashes)} hashes, "
+                f"{len(fetch.parent)} bytes of parent"
+            )
+        if count > MAX_BLOCKS_PER_MESSAGE or len(fetch.sources) > MAX_SOURCES:
+            raise ProtocolError(
+                f"Fetch has {count} blocks and {len(fetch.sources)} sources, "
+                f"the limits are {MAX_BLOCKS_PER_MESSAGE} and {MAX_SOURCES}"
+            )
+        pool, context = self._host.pool, self._host.peer_context
+        refusal = ""
+        if pool is None or context is None:
+            refusal = "no pool"
+        elif fetch.epoch != pool.epoch:
+            refusal = f"epoch {fetch.epoch} is over, it is {pool.epoch} now"
+        elif len(self._active) >= MAX_PULLS:
+            refusal = f"{MAX_PULLS} pulls are under way"
+        if pool is None or context is None or refusal:
+            answer(FetchLease(fetch.request_id, fetch.first, 0, refusal))
+            statuses = bytes([BlockStatus.MISS]) * count
+            asker.broadcast(FetchProgress(fetch.request_id, statuses, final=True, first=fetch.first))
+            return
+        self._begin(fetch, count, hashes, pool, context, asker, answer, origin)
+
+    def _begin(
+        self,
+        fetch: Fetch,
+        count: int,
+        hashes: npt.NDArray[np.uint64],
+        pool: Pool,
+        context: PeerContext,
+        asker: Asker,
+        answer: Callable[[ToEngine], None],
+        origin: object,
+    ) -> None:
+        now_s = time.monotonic()
+        keys = [fetch.keys[at : at + KEY_BYTES] for at in range(0, len(fetch.keys), KEY_BYTES)]
+        deadline_s = now_s + min(max(fetch.deadline_ms, 0.0) / 1000, MAX_DEADLINE_S)
+        self._count += 1
+        active = _Active(
+            number=self._count,
+            fetch=fetch,
+            pull=Pull(
+                count=count,
+                ranks=pool.layout.ranks,
+                first=fetch.first,
+                spans=[Span(source.first, source.count) for source in fetch.sources],
+                started_s=now_s,
+                deadline_s=deadline_s,
+                give_up_s=now_s + fetch.give_up_ms / 1000 if fetch.give_up_ms > 0 else None,
+            ),
+            hashes=hashes,
+            keys=keys,
+            parents=[fetch.parent, *keys[:-1]],
+            asker=asker,
+            answer=answer,
+            origin=origin,
+            links=[self._host.peers.link(context, source.endpoint) for source in fetch.sources],
+            pool=pool,
+            context=context,
+        )
+        self._active[active.number] = active
+        found = pool.lookup(fetch.keys)
+        here = found.slots >= 0
+        pool.touch(found.slots[here], now_s)
+        active.pull.resident(here)
+        active.timers = [
+            self._loop.later(ANSWER_S, lambda: self._answer(active)),
+            self._loop.later(deadline_s - now_s, lambda: self._expire(active)),
+        ]
+        self._claim(active)
+        self._advance(active)
+
+    def finish(self, request_id: str) -> None:
+        """The request is over: stop its pulls; steps under way still end, and what they bring is kept."""
+        for active in [active for active in self._active.values() if active.fetch.request_id == request_id]:
+            self._cancel(active)
+        self._drop_transit(request_id)
+
+    def orphaned(self, origin: object) -> None:
+        """The connection that asked is gone for good: stop what it asked for."""
+        requests = {active.fetch.request_id for active in self._active.values() if active.origin is origin}
+        requests |= {request_id for request_id, transit in self._transit.items() if transit.origin is origin}
+        for request_id in requests:
+            self.finish(request_id)
+
+    def stop_all(self) -> None:
+        """Before the pool is replaced, or the guard ends."""
+        for active in list(self._active.values()):
+            self._cancel(active)
+
+    # --- one round of a pull ----------------------------------------------------------------------
+
+    def _advance(self, active: _Active) -> None:
+        """Ask, copy, tell: whatever can be done now."""
+        pull = active.pull
+        while True:
+            for ask in pull.ask():
+                self._ask(active, ask)
+            self._estimate(active)
+            if pull.ready_to_answer:
+                # Before anything is copied: the engine waits for this, and movers compete for the CPU.
+                self._answer(active)
+            self._pump(active)
+            # Ends, as every turn uses up a source of the blocks that are wanted again.
+            if not pull.wanted:
+                break
+        self._resolve(active)
+        if pull.ready_to_answer:
+            self._answer(active)
+        if pull.done and not active.reported:
+            self._report(active, final=True)
+        if pull.done and active.steps == 0:
+            self._close(active)
+
+    def _estimate(self, active: _Active) -> None:
+        """Stop when recomputing would be done before the blocks that are left; what arrived is kept."""
+        pull = active.pull
+        rates = [link.blocks_per_s for link in active.links if link.blocks_per_s]
+        if not pull.done and pull.too_slow(time.monotonic(), max(rates, default=None)):
+            pull.reasons.setdefault(-1, "recomputing is estimated to be faster")
+            pull.stop(BlockStatus.TOO_SLOW, moving_too=False)
+
+    def _claim(self, active: _Active) -> None:
+        """Blocks that another pull is getting are waited for, the others are ours to get."""
+        joined = []
+        for index in np.flatnonzero(active.pull.phase == 0).tolist():
+            key = active.keys[index]
+            owner = self._getting.setdefault(key, active)
+            if owner is active:
+                active.owned.add(index)
+            else:
+                joined.append(index)
+                self._waiting.setdefault(key, []).append((active, index))
+        active.pull.join(joined)
+
+    def _resolve(self, active: _Active) -> None:
+        """Tell those who wait for our blocks what became of them."""
+        statuses = active.pull.statuses
+        ended = [index for index in active.owned if statuses[index] != BlockStatus.PENDING]
+        waiting: dict[int, _Active] = {}
+        for index in ended:
+            active.owned.discard(index)
+            key = active.keys[index]
+            if self._getting.get(key) is active:
+                del self._getting[key]
+            for other, position in self._waiting.pop(key, []):
+                other.pull.leave(position, BlockStatus(int(statuses[index])))
+                waiting[other.number] = other
+        for other in waiting.values():
+            # From a round of its own: it may have to start what we gave up.
+            self._loop.defer(lambda other=other: self._resume(other))  # type: ignore[misc]
+
+    def _resume(self, active: _Active) -> None:
+        if active.number in self._active:
+            self._claim(active)
+            self._advance(active)
+
+    # --- asking sources ---------------------------------------------------------------------------
+
+    def _ask(self, active: _Active, ask: Ask) -> None:
+        link = active.links[ask.source]
+        if isinstance(link.transport, ShmTransport) and len(ask.indices) <= OPTIMISTIC_BLOCKS:
+            found = link.transport.lookup(self._blob(active, ask.indices))
+            active.pull.leased(ask.source, ask.indices, found.slots, found.generations, found.checksums)
+            return
+        if link.ready:
+            self._lease(active, ask)
+            return
+
+        def opened(reason: str) -> None:
+            if active.number not in self._active:
+                return
+            if reason:
+                self._give_up_source(active, ask.source, reason)
+            else:
+                self._ask(active, ask)
+            if not calling:
+                self._advance(active)
+
+        # The answer may come within the call, from _advance, which must not be entered twice.
+        calling = True
+        link.when_ready(time.monotonic(), opened)
+        calling = False
+
+    def _lease(self, active: _Active, ask: Ask) -> None:
+        link = active.links[ask.source]
+        transport = link.transport
+        if isinstance(transport, NixlTransport) and transport.own_agent and active.context.nixl().overloaded:
+            self._give_up_source(active, ask.source, "too many slots wait for NIXL agents that timed out")
+            return
+        width = link.keys_per_lease()
+        for start in range(0, len(ask.indices), width):
+            indices = ask.indices[start : start + width]
+            left_s = active.pull.deadline_s - time.monotonic()
+            lease_ms = int(min(max(left_s, 0.0) * 1000 + 250, self._lease_ms))
+            link.lease(
+                self._blob(active, indices),
+                lease_ms,
+                max(left_s, 0.001),
+                lambda grant, reason, indices=indices: self._leased(  # type: ignore[misc]
+                    active, ask.source, indices, grant, reason
+                ),
+            )
+
+    def _leased(
+        self, active: _Active, source: int, indices: Indices, grant: Grant | None, reason: str
+    ) -> None:
+        link = active.links[source]
+        if grant is not None and active.number not in self._active:
+            link.release(Release(grant.lease_id))
+            return
+        if grant is None:
+            self._give_up_source(active, source, reason)
+        else:
+            if grant.lease_id:
+                self._account(active, source).leases.append(grant.lease_id)
+            active.pull.leased(source, indices, grant.slots, grant.generations, grant.checksums)
+        # Never from within _advance: requests are answered by messages, or by a link that is lost meanwhile.
+        self._loop.defer(lambda: self._advance_if_active(active))
+
+    def _advance_if_active(self, active: _Active) -> None:
+        if active.number in self._active:
+            self._advance(active)
+
+    def _give_up_source(self, active: _Active, source: int, reason: str) -> None:
+        link = active.links[source]
+        active.pull.source_failed(source, BlockStatus.GONE, f"{link.name or link.endpoint}: {reason}")
+
+    # --- copying ----------------------------------------------------------------------------------
+
+    def _pump(self, active: _Active) -> None:
+        pull = active.pull
+        while active.steps < STEPS_IN_FLIGHT:
+            now_s = time.monotonic()
+            move = pull.next_move(active.context.local.blocks_per_step)
+            if move is None:
+                return
+            link = active.links[move.source]
+            transport = link.transport
+            if transport is None:
+                gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
+                pull.moved(move.indices, gone, now_s)
+                self._give_up_source(active, move.source, link.reason)
+                continue
+            self._move(active, move, transport, now_s)
+
+    def _move(
+        self, active: _Active, move: Move, transport: ShmTransport | NixlTransport, now_s: float
+    ) -> None:
+        pull = active.pull
+        slots, generations = active.pool.allocate(len(move.indices), now_s)
+        self._host.pool_changed()
+        indices = move.indices[: len(slots)]
+        if len(slots) < len(move.indices):
+            pull.refuse(move.indices[len(slots) :], BlockStatus.FAILED, "no free slot in our pool")
+        if not len(slots):
+            return
+        step = Step(
+            pull=active.number,
+            source=move.source,
+            indices=indices,
+            local_slots=slots,
+            local_generations=generations,
+            remote_slots=pull.remote_slots[indices],
+            remote_generations=pull.remote_generations[indices],
+            checksums=pull.checksums[indices],
+            deadline_s=pull.deadline_s,
+        )
+        active.steps += 1
+        own_agent = isinstance(transport, NixlTransport) and transport.own_agent
+        transport.read(
+            step,
+            lambda result: self._stepped(active, result, transport.name, now_s, own_agent),
+            lambda step: self._quiet(active, step),
+        )
+
+    def _stepped(
+        self, active: _Active, result: StepResult, transport: str, started_s: float, own_agent: bool
+    ) -> None:
+        step, pool = result.step, active.pool
+        active.steps -= 1
+        link = active.links[step.source]
+        good = result.statuses == BlockStatus.OK
+        statuses = result.statuses
+        if good.any():
+            refused = self._commit(active, step, good, result.checksums, transport)
+            statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
+            link.measured(int(good.sum()), result.seconds)
+        if result.slots_in_flight:
+            active.context.nixl().slots_in_flight += len(step)
+        elif not good.all():
+            pool.give_back(step.local_slots[~good], step.local_generations[~good])
+        if result.corrupt.any():
+            account = self._account(active, step.source)
+            account.corrupt_slots += step.remote_slots[result.corrupt].tolist()
+            account.corrupt_generations += step.remote_generations[result.corrupt].tolist()
+            self._meters.corrupt_blocks.inc(int(result.corrupt.sum()), where="pull")
+        if result.reason:
+            log.warning(
+                "request %s: step of %d blocks from %s: %s",
+                active.fetch.request_id,
+                len(step),
+                link.name or link.endpoint,
+                result.reason,
+            )
+            active.pull.reasons[step.source] = f"{link.name or link.endpoint}: {result.reason}"
+        active.pull.moved(step.indices, statuses, started_s)
+        unreachable = np.isin(statuses, (BlockStatus.GONE, BlockStatus.TOO_SLOW)).all()
+        if transport == "nixl" and unreachable:
+            # Whatever is wrong with the peer is wrong for its other blocks too. The link stays: its next
+            # pull finds out by itself whether the peer is back.
+            active.pull.source_failed(step.source, BlockStatus(int(statuses[0])), result.reason)
+        if not active.pull.done:
+            self._report(active, final=False)
+        self._advance(active)
+
+    def _commit(
+        self,
+        active: _Active,
+        step: Step,
+        good: npt.NDArray[np.bool_],
+        checksums: npt.NDArray[np.uint64],
+        transport: str,
+    ) -> npt.NDArray[np.bool_]:
+        """Publish what arrived; a mask over it of what our pool did not want (its slots are free again)."""
+        indices = step.indices[good]
+        slots, generations = step.local_slots[good], step.local_generations[good]
+        result = active.pool.commit(
+            slots,
+            generations,
+            b"".join(active.keys[index] for index in indices.tolist()),
+            b"".join(active.parents[index] for index in indices.tolist()),
+            active.hashes[indices],
+            (indices + active.pull.first).astype(np.uint32),
+            checksums[good],
+            time.monotonic(),
+        )
+        self._host.pool_changed()
+        count = len(indices)
+        nbytes = count * active.context.local.block_bytes
+        self._meters.pulled_blocks.inc(count, transport=transport)
+        self._meters.pulled_bytes.inc(nbytes, transport=transport)
+        active.pulled[transport] = active.pulled.get(transport, 0) + count
+        account = self._account(active, step.source)
+        account.blocks += count
+        account.transport = transport
+        if active.fetch.no_retain:
+            transit = self._transit.setdefault(active.fetch.request_id, _Transit(active.origin))
+            transit.stored.append((active.pool, slots[result.committed], generations[result.committed]))
+        return ~(result.committed | result.duplicate)
+
+    def _quiet(self, active: _Active, step: Step) -> None:
+        """Nothing can write to these slots any more."""
+        active.context.nixl().slots_in_flight -= len(step)
+        if active.pool is self._host.pool:
+            active.pool.give_back(step.local_slots, step.local_generations)
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def _answer(self, active: _Active) -> None:
+        if not active.pull.answered:
+            active.pull.answered = True
+            fetch, pull = active.fetch, active.pull
+            active.answer(FetchLease(fetch.request_id, fetch.first, pull.available(), pull.reason()))
+
+    def _report(self, active: _Active, *, final: bool) -> None:
+        pull, fetch = active.pull, active.fetch
+        blocks = sum(active.pulled.values())
+        seconds = time.monotonic() - pull.started_s
+        active.asker.broadcast(
+            FetchProgress(
+                request_id=fetch.request_id,
+                statuses=pull.statuses.tobytes(),
+                final=final,
+                pulled_blocks=blocks,
+                pulled_bytes=blocks * active.context.local.block_bytes,
+                seconds=seconds,
+                transport="+".join(active.pulled),
+                first=fetch.first,
+            )
+        )
+        if final:
+            active.reported = True
+            tally = pull.tally()
+            good = tally.pop(BlockStatus.OK, 0)
+            for status, count in tally.items():
+                self._meters.failed_blocks.inc(count, status=status.name.lower())
+            self._meters.fetches.inc(result="ok" if good == pull.count else "partial" if good else "none")
+            if blocks:
+                self._meters.pull_seconds.observe(seconds)
+
+    def _expire(self, active: _Active) -> None:
+        """The deadline: what is under way ends within its step, but is not waited for."""
+        if active.number in self._active:
+            active.pull.reasons.setdefault(-1, "the deadline passed")
+            active.pull.stop(BlockStatus.TOO_SLOW, moving_too=True)
+            self._advance(active)
+
+    def _cancel(self, active: _Active) -> None:
+        active.cancelled = True
+        active.pull.stop(BlockStatus.GONE, moving_too=True)
+        self._advance(active)
+
+    def _close(self, active: _Active) -> None:
+        """Nothing is under way any more: tell the sources what was read, and forget the pull."""
+        if self._active.pop(active.number, None) is None:
+            return
+        for timer in active.timers:
+            timer.cancel()
+        for source, account in active.accounts.items():
+            self._settle(active, active.links[source], account)
+        if active.cancelled:
+            self._drop_transit(active.fetch.request_id)
+
+    def _drop_transit(self, request_id: str) -> None:
+        transit = self._transit.pop(request_id, None)
+        for pool, slots, generations in transit.stored if transit else ():
+            if pool is self._host.pool:
+                pool.evict(slots[pool.still(slots, generations)], time.monotonic(), "no_retain")
+                self._host.pool_changed()
+
+    def _settle(self, active: _Active, link: PeerLink, account: _Account) -> None:
+        if not account.leases and not account.blocks and not account.corrupt_slots:
+            return
+        # After an optimistic read there is no lease; the message then only keeps both sides' counters equal.
+        first, *others = account.leases or [0]
+        link.release(
+            Release(
+                lease_id=first,
+                block_count=account.blocks,
+                byte_count=account.blocks * active.context.local.block_bytes,
+                transport=account.transport,
+                corrupt_slots=np.array(account.corrupt_slots, "<i4").tobytes(),
+                corrupt_generations=np.array(account.corrupt_generations, "<u8").tobytes(),
+            )
+        )
+        for lease_id in others:
+            link.release(Release(lease_id))
+
+    def _account(self, active: _Active, source: int) -> _Account:
+        return active.accounts.setdefault(source, _Account())
+
+    def _blob(self, active: _Active, indices: Indices) -> bytes:
+        return b"".join(active.keys[index] for index in indices.tolist())
+
+    def status(self) -> list[dict[str, Any]]:
+        """JSON-ready: pulls under way."""
+        return [
+            {
+                "request_id": active.fetch.request_id,
+                "plan_id": active.fetch.plan_id,
+                "blocks": active.pull.count,
+                "available": active.pull.available(),
+                "moving": active.pull.moving,
+                "sources": [link.endpoint for link in active.links],
+            }
+            for active in self._active.values()
+        ]

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard's metrics: gauges are looked up when scraped, all others are counted as they happen."""
+
+from __future__ import annotations
+
+from kvcr.metrics import Registry
+
+
+class Meters:
+    """One attribute a metric; may be used from any thread."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        counter, gauge = self.registry.counter, self.registry.gauge
+        self.pulled_blocks = counter(
+            "kvcr_pulled_blocks_total", "Blocks copied here from peers.", ["transport"]
+        )
+        self.pulled_bytes = counter("kvcr_pulled_bytes_total", "Bytes copied here from peers.", ["transport"])
+        self.pull_seconds = self.registry.histogram(
+            "kvcr_pull_seconds", "Duration of pulls that moved something."
+        )
+        self.served_blocks = counter(
+            "kvcr_served_blocks_total", "Blocks peers read from here.", ["transport"]
+        )
+        self.served_bytes = counter("kvcr_served_bytes_total", "Bytes peers read from here.", ["transport"])
+        self.deposited_blocks = counter("kvcr_deposited_blocks_total", "Blocks the engine stored.")
+        self.deposited_bytes = counter("kvcr_deposited_bytes_total", "Bytes the engine stored.")
+        self.loaded_blocks = counter("kvcr_loaded_blocks_total", "Blocks the engine loaded.")
+        self.loaded_bytes = counter("kvcr_loaded_bytes_total", "Bytes the engine loaded, all ranks.")
+        self.corrupt_blocks = counter(
+            "kvcr_corrupt_blocks_total", "Blocks that failed their checksum, by who found out.", ["where"]
+        )
+        self.failed_blocks = counter(
+            "kvcr_failed_blocks_total", "Fetched blocks that did not arrive.", ["status"]
+        )
+        self.fetches = counter("kvcr_fetches_total", "Fetches that ended: ok, partial or none.", ["result"])
+        self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
+        self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
+        self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])
+        self.epoch = gauge("kvcr_pool_epoch", "Epoch of the pool.")
+        self.peer_refusals = counter(
+            "kvcr_peer_refusals_total", "Requests of peers and routers that were refused.", ["code"]
+        )

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our side of the conversation with other guards: one link a control endpoint, opened when first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kvcr.config import PeerRecord, TransportChoice
+from kvcr.errors import ConfigError, KvcrError, ProtocolError
+from kvcr.guard.connection import Connection, connect_unix
+from kvcr.guard.control import ControlClient
+from kvcr.guard.loop import Loop, Timer
+from kvcr.keys import KEY_BYTES
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u8, u64
+from kvcr.protocol.peer import (
+    VERSION,
+    Lease,
+    Leased,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    Release,
+    ToClient,
+    ToServer,
+    to_client,
+    to_server,
+)
+from kvcr.transfer.base import LocalRegions
+from kvcr.transfer.mover import MoverPool
+from kvcr.transfer.nixl import NixlThread, NixlTransport, reads_need_own_agent
+from kvcr.transfer.shm import ShmTransport
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 1.0
+"""A peer that has not answered by then counts as lost for the pull; the link is opened anew for the next."""
+
+NIXL_TIMEOUT_S = 5.0
+"""Of a hello that wants NIXL: the peer may have to make its agent, 0.7 s in a fresh process, or several."""
+
+UNIX_TIMEOUT_S = 0.3
+"""After it the conversation stays on ZMQ."""
+
+BACKOFF_S = 0.2
+
+MAX_LINKS = 1024
+"""Hints name endpoints; the link opened first makes room."""
+
+_LEASED_BYTES = 150_000
+"""Bound of one Leased reply, which over a Unix socket must stay below 200 kB."""
+
+UNIX = "unix://"
+
+
+class Grant(NamedTuple):
+    """A lease at a peer: what it holds of the keys asked for. ``slots`` is -1 where it has none."""
+
+    lease_id: int
+    slots: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+    """[keys, ranks]"""
+
+
+@dataclass(slots=True)
+class PeerContext:
+    """What all links share; filled in by the guard once its pool exists."""
+
+    loop: Loop
+    zmq: zmq.Context[Any]
+    name: str
+    incarnation: int
+    boot_id: str
+    secret: bytes | None
+    choice: TransportChoice
+    local: LocalRegions
+    layout_digest: str
+    movers: MoverPool
+    nixl: Callable[[], NixlThread]
+    """The NIXL thread, started at the first call."""
+
+
+class _Channel(Protocol):
+    def send(self, raw: bytes) -> Any: ...
+    def close(self) -> None: ...
+
+
+class _Pending(NamedTuple):
+    done: Callable[[ToClient | None, str], None]
+    timer: Timer
+
+
+class PeerLink:
+    """One peer guard. Belongs to the authority thread."""
+
+    def __init__(self, context: PeerContext, endpoint: str, record: PeerRecord) -> None:
+        self.endpoint = endpoint
+        self.record = record
+        self.transport: ShmTransport | NixlTransport | None = None
+        """Set while the link is ready."""
+        self.blocks_per_s: float | None = None
+        """Measured, over the pulls so far."""
+        self.reason = ""
+        """Why the link is not ready."""
+        self._context = context
+        self._channel: _Channel | None = None
+        self._welcome: PeerWelcome | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._waiting: list[Callable[[str], None]] = []
+        self._ops = itertools.count(1)
+        self._not_before_s = 0.0
+        self._unix_is_other = False
+        self._unix_tried = False
+
+    @property
+    def ready(self) -> bool:
+        return self.transport is not None
+
+    @property
+    def name(self) -> str:
+        return self._welcome.name if self._welcome else self.record.name
+
+    def when_ready(self, now_s: float, done: Callable[[str], None]) -> None:
+        """``done("")`` once leases can be asked for, ``done(reason)`` when that fails. Opens the link."""
+        if self.transport is not None:
+            done("")
+        elif self._channel is None and now_s < self._not_before_s:
+            done(self.reason)
+        else:
+            self._waiting.append(done)
+            if self._channel is None:
+                self._not_before_s = now_s + BACKOFF_S
+                self._open()
+
+    def lease(
+        self, keys: bytes, lease_ms: int, timeout_s: float, done: Callable[[Grant | None, str], None]
+    ) -> None:
+        """Ask for a lease on up to :meth:`keys_per_lease` keys; ``done(None, reason)`` when there is none."""
+        transport = self.transport
+        if transport is None:
+            done(None, self.reason)
+            return
+        request = Lease(
+            op=next(self._ops),
+            name=self._context.name,
+            incarnation=self._context.incarnation,
+            keys=keys,
+            lease_ms=lease_ms,
+            transport=transport.name,
+        )
+
+        def answered(reply: ToClient | None, reason: str) -> None:
+            if not isinstance(reply, Leased):
+                done(None, reason)
+                return
+            try:
+                done(self._grant(reply, len(keys) // KEY_BYTES), "")
+            except ProtocolError as error:
+                done(None, str(error))
+
+        self._request(request.op, request, min(timeout_s, ANSWER_TIMEOUT_S), answered)
+
+    def keys_per_lease(self) -> int:
+        return min(MAX_BLOCKS_PER_MESSAGE, _LEASED_BYTES // (13 + 8 * len(self._context.local.arrays)))
+
+    def release(self, message: Release) -> None:
+        """No reply is expected; lost with the link, and then the lease ends by itself."""
+        if self._channel is not None:
+            self._channel.send(to_server.encode(message))
+
+    def measured(self, blocks: int, seconds: float) -> None:
+        """Take a step into account for :attr:`blocks_per_s`."""
+        if blocks and seconds > 0:
+            rate = blocks / seconds
+            self.blocks_per_s = rate if self.blocks_per_s is None else 0.7 * self.blocks_per_s + 0.3 * rate
+
+    def close(self) -> None:
+        self._lost("closed")
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        context, record = self._context, self.record
+        path = ""
+        if self.endpoint.startswith(UNIX):
+            path = self.endpoint.removeprefix(UNIX)
+        elif record.unix_socket and record.boot_id == context.boot_id and not self._unix_is_other:
+            path = record.unix_socket
+        try:
+            self._channel = self._open_unix(path) if path else self._open_zmq()
+        except OSError as error:
+            if self.endpoint.startswith(UNIX):
+                self._lost(f"nobody answers on {path}: {error.strerror}")
+                return
+            try:
+                self._channel = self._open_zmq()
+            except ConfigError as config_error:
+                self._lost(str(config_error))
+                return
+        except (ConfigError, ValueError) as error:
+            self._lost(str(error))
+            return
+        self._hello(want_nixl=False)
+
+    def _open_unix(self, path: str) -> Connection:
+        connection: Connection
+
+        def closed(_: Connection) -> None:
+            if self._channel is connection:
+                self._lost("the peer closed the connection")
+
+        connection = Connection(
+            self._context.loop, connect_unix(path), lambda _, raw: self._received(bytes(raw)), closed
+        )
+        return connection
+
+    def _open_zmq(self) -> _Channel:
+        context = self._context
+        client: ControlClient
+
+        def lost(reason: str) -> None:
+            if self._channel is client:
+                self._lost(reason)
+
+        client = ControlClient(
+            context.loop,
+            context.zmq,
+            self.endpoint,
+            context.secret,
+            bytes.fromhex(self.record.curve_key),
+            self._received,
+            lost,
+        )
+        return client
+
+    def _hello(self, *, want_nixl: bool) -> None:
+        hello = self._hello_message(want_nixl=want_nixl)
+        timeout_s = NIXL_TIMEOUT_S if want_nixl else ANSWER_TIMEOUT_S
+        self._request(
+            hello.op, hello, timeout_s, lambda reply, reason: self._welcomed(reply, reason, want_nixl)
+        )
+
+    def _hello_message(self, *, want_nixl: bool) -> PeerHello:
+        return PeerHello(
+            version=VERSION,
+            op=next(self._ops),
+            name=self._context.name,
+            incarnation=self._context.incarnation,
+            layout_digest=self._context.layout_digest,
+            want_nixl=want_nixl,
+        )
+
+    def _welcomed(self, reply: ToClient | None, reason: str, wanted_nixl: bool) -> None:
+        if not isinstance(reply, PeerWelcome):
+            self._lost(reason)
+            return
+        if reply.layout is None:
+            self._lost(f"{reply.name} is not ready: no engine has attached to it yet")
+            return
+        if reply.layout.digest() != self._context.layout_digest:
+            self._lost(f"{reply.name} has another KV block layout")
+            return
+        if self.record.name and reply.name != self.record.name:
+            # Another mount namespace's socket at the path we were told.
+            self._unix_is_other = isinstance(self._channel, Connection)
+            self._lost(f"{reply.name} answers where {self.record.name} should be")
+            return
+        self._welcome = reply
+        if reply.boot_id == self._context.boot_id and not self._unix_tried:
+            self._unix_tried = True
+            self._prefer_unix(reply, lambda: self._choose(reply, wanted_nixl))
+        else:
+            self._choose(reply, wanted_nixl)
+
+    def _choose(self, reply: PeerWelcome, wanted_nixl: bool) -> None:
+        """Pick the transport; with it the link is ready."""
+        same_host = reply.boot_id == self._context.boot_id
+        why_not_shm = "it is on another host"
+        if same_host and self._context.choice != "nixl":
+            try:
+                self.transport = ShmTransport(
+                    Path(reply.pool_dir), reply.incarnation, self._context.local, self._context.movers
+                )
+            except (OSError, KvcrError) as error:
+                why_not_shm = str(error)
+        if self.transport is None and self._context.choice == "shm":
+            self._lost(f"its pool cannot be mapped ({why_not_shm}) and --transport shm allows nothing else")
+            return
+        if self.transport is None:
+            if not reply.nixl_metadata:
+                if wanted_nixl:
+                    self._lost(f"{reply.name} does not serve NIXL")
+                else:
+                    self._hello(want_nixl=True)
+                return
+            if len(reply.region_addresses) != len(self._context.local.addresses):
+                self._lost(f"{reply.name} names {len(reply.region_addresses)} regions")
+                return
+            self.transport = NixlTransport(
+                self._context.nixl(),
+                f"{reply.name} ({self.endpoint})",
+                reply.nixl_metadata,
+                reply.region_addresses,
+                reply.slots,
+                own_agent=reads_need_own_agent(same_host),
+            )
+        log.info("peer %s at %s: transport %s", reply.name, self.endpoint, self.transport.name)
+        waiting, self._waiting = self._waiting, []
+        for done in waiting:
+            done("")
+
+    def _prefer_unix(self, welcome: PeerWelcome, go_on: Callable[[], None]) -> None:
+        """Move the conversation to the peer's Unix socket, 6 us a round trip instead of 125; then ``go_on``.
+
+        Only if the same guard answers there: in another mount namespace, the path may be somebody else's.
+        """
+        candidate: Connection | None = None
+        if welcome.unix_socket and not isinstance(self._channel, Connection):
+            with contextlib.suppress(OSError):
+                candidate = self._open_unix(welcome.unix_socket)
+        if candidate is None:
+            go_on()
+            return
+
+        def answered(reply: ToClient | None, _: str) -> None:
+            if self._channel is None:
+                candidate.close()
+                return
+            if isinstance(reply, PeerWelcome) and reply.incarnation == welcome.incarnation:
+                old, self._channel = self._channel, candidate
+                old.close()
+            else:
+                candidate.close()
+            go_on()
+
+        def late() -> None:
+            self._pending.pop(hello.op, None)
+            answered(None, "no answer")
+
+        hello = self._hello_message(want_nixl=False)
+        self._pending[hello.op] = _Pending(answered, self._context.loop.later(UNIX_TIMEOUT_S, late))
+        candidate.send(to_server.encode(hello))
+
+    # --- talking ----------------------------------------------------------------------------------
+
+    def _request(
+        self, op: int, message: ToServer, timeout_s: float, done: Callable[[ToClient | None, str], None]
+    ) -> None:
+        if self._channel is None:
+            done(None, self.reason)
+            return
+        # A peer that does not answer may be paused with our messages queued: the link starts afresh.
+        timer = self._context.loop.later(timeout_s, lambda: self._lost(f"no answer within {timeout_s:.2f} s"))
+        self._pending[op] = _Pending(done, timer)
+        self._channel.send(to_server.encode(message))
+
+    def _received(self, raw: bytes) -> None:
+        try:
+            reply = to_client.decode(raw)
+        except ProtocolError as error:
+            self._lost(f"it sent nonsense: {error}")
+            return
+        pending = self._pending.pop(reply.op, None)
+        if pending is None:
+            return
+        pending.timer.cancel()
+        if isinstance(reply, PeerRefused):
+            pending.done(None, f"refused, {reply.code}: {reply.reason}")
+        else:
+            pending.done(reply, "")
+
+    def _grant(self, reply: Leased, count: int) -> Grant:
+        ranks = len(self._context.local.arrays)
+        slots = i32(reply.slots).copy()
+        generations, checksums = u64(reply.generations), u64(reply.checksums)
+        if (
+            not len(slots) == len(generations) == len(u8(reply.statuses)) == count
+            or len(checksums) != count * ranks
+        ):
+            raise ProtocolError(f"lease for {count} keys and {ranks} ranks has other lengths")
+        limit = self._welcome.slots if self._welcome else 0
+        if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
+            raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
+        return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks))
+
+    def _lost(self, reason: str) -> None:
+        """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again."""
+        self.reason = reason
+        self._unix_tried = False
+        channel, self._channel = self._channel, None
+        transport, self.transport = self.transport, None
+        pending, self._pending = self._pending, {}
+        waiting, self._waiting = self._waiting, []
+        if channel is not None:
+            channel.close()
+        if transport is not None:
+            log.info("peer %s at %s lost: %s", self.name, self.endpoint, reason)
+            transport.close()
+        for entry in pending.values():
+            entry.timer.cancel()
+            entry.done(None, reason)
+        for done in waiting:
+            done(reason)
+
+
+class Peers:
+    """All links, and what is known of where guards are. Belongs to the authority thread."""
+
+    def __init__(self, static: list[PeerRecord]) -> None:
+        self._static = {record.endpoint: record for record in static}
+        self._found: dict[str, PeerRecord] = {}
+        self._links: dict[str, PeerLink] = {}
+
+    def records(self) -> dict[str, PeerRecord]:
+        """By endpoint; what discovery says wins over the configuration."""
+        return {**self._static, **self._found}
+
+    def set_found(self, records: dict[str, PeerRecord]) -> None:
+        """Replace what discovery knows. A link to a guard that was restarted since is dropped."""
+        for endpoint, record in records.items():
+            link = self._links.get(endpoint)
+            if link is not None and link.record.incarnation not in (0, record.incarnation):
+                link.close()
+        self._found = records
+        for endpoint, link in self._links.items():
+            link.record = self.records().get(endpoint, link.record)
+
+    def link(self, context: PeerContext, endpoint: str) -> PeerLink:
+        link = self._links.get(endpoint)
+        if link is None:
+            if len(self._links) >= MAX_LINKS:
+                self._links.pop(next(iter(self._links))).close()
+            record = self.records().get(endpoint, PeerRecord(endpoint))
+            link = self._links[endpoint] = PeerLink(context, endpoint, record)
+        return link
+
+    def status(self) -> list[dict[str, Any]]:
+        """JSON-ready: what each link uses, or why it is not ready."""
+        return [
+            {
+                "endpoint": link.endpoint,
+                "name": link.name,
+                "transport": link.transport.name if link.transport else "",
+                "reason": "" if link.transport else link.reason,
+                "blocks_per_s": link.blocks_per_s,
+            }
+            for link in self._links.values()
+        ]
+
+    def close(self) -> None:
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.close()

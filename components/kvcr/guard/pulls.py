@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pull: which block to get from which source next, and what became of each. No I/O, no clock.
+
+Phases of a block::
+
+    WANTED ──ask──> ASKED ──leased──> LEASED ──next_step──> MOVING ──step_done──> FINAL
+       ^              │ miss            │ source_failed        │ not OK
+       └──────────────┴─────────────────┴──────────────────────┘   next source, or FINAL if none is left
+    JOINED: another pull is getting the same block; ends as FINAL, or WANTED when that pull gives up
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.protocol.engine import BlockStatus
+
+Indices = npt.NDArray[np.int64]
+
+
+class Phase(enum.IntEnum):
+    WANTED = 0
+    ASKED = 1
+    LEASED = 2
+    MOVING = 3
+    JOINED = 4
+    FINAL = 5
+
+
+class Span(NamedTuple):
+    """What a source is said to hold: block positions of the chain."""
+
+    first: int
+    blocks: int
+
+
+class Ask(NamedTuple):
+    """Ask this source for these blocks."""
+
+    source: int
+    indices: Indices
+
+
+class Move(NamedTuple):
+    """Copy these blocks from this source; they are leased there."""
+
+    source: int
+    indices: Indices
+
+
+class Pull:
+    """State of one Fetch. Blocks are numbered from 0 in prefix order; times are seconds of one clock."""
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        ranks: int,
+        first: int,
+        spans: Sequence[Span],
+        started_s: float,
+        deadline_s: float,
+        give_up_s: float | None,
+    ) -> None:
+        """``give_up_s``: moment at which recomputing would be done; None when there is no estimate."""
+        self.count = count
+        self.first = first
+        self.started_s = started_s
+        self.deadline_s = deadline_s
+        self.give_up_s = give_up_s
+        self.answered = False
+        """Whether FetchLease was sent; kept here for the shell."""
+        self.phase = np.full(count, Phase.WANTED, np.uint8)
+        self.source = np.full(count, -1, np.int16)
+        self.remote_slots = np.full(count, -1, np.int32)
+        self.remote_generations = np.zeros(count, np.uint64)
+        self.checksums = np.zeros((count, ranks), np.uint64)
+        self.reasons: dict[int, str] = {}
+        """Why a source was given up."""
+        self._statuses = np.full(count, BlockStatus.PENDING, np.uint8)
+        # What a block ends as when no source is left; grows from MISS to the worst that happened to it.
+        self._fallback = np.full(count, BlockStatus.MISS, np.uint8)
+        positions = np.arange(first, first + count)
+        self._untried = np.array(
+            [(positions >= span.first) & (positions < span.first + span.blocks) for span in spans], bool
+        ).reshape(len(spans), count)
+        self._moved = 0
+        self._first_move_s: float | None = None
+
+    # --- questions --------------------------------------------------------------------------------
+
+    @property
+    def statuses(self) -> npt.NDArray[np.uint8]:
+        """BlockStatus of each block; PENDING until it is final. A copy."""
+        return self._statuses.copy()
+
+    @property
+    def done(self) -> bool:
+        return bool((self.phase == Phase.FINAL).all())
+
+    @property
+    def wanted(self) -> bool:
+        """Some blocks wait for :meth:`ask`."""
+        return bool((self.phase == Phase.WANTED).any())
+
+    @property
+    def moving(self) -> int:
+        return int((self.phase == Phase.MOVING).sum())
+
+    @property
+    def ready_to_answer(self) -> bool:
+        """Nothing is left to ask, for now."""
+        return not bool(np.isin(self.phase, (Phase.WANTED, Phase.ASKED)).any())
+
+    def available(self) -> int:
+        """Blocks from the first on, contiguous, that are here, leased, or on their way."""
+        good = np.isin(self.phase, (Phase.LEASED, Phase.MOVING, Phase.JOINED))
+        good |= self._statuses == BlockStatus.OK
+        return int(self.count if good.all() else np.argmin(good))
+
+    def reason(self) -> str:
+        """Why :meth:`available` is less than all; empty when it is not."""
+        available = self.available()
+        if available == self.count:
+            return ""
+        if self.phase[available] in (Phase.WANTED, Phase.ASKED):
+            why = "its source has not answered yet"
+        else:
+            why = BlockStatus(int(self._statuses[available])).name.lower()
+        sources = "; ".join(self.reasons.values())
+        return f"block {self.first + available}: {why}" + (f" ({sources})" if sources else "")
+
+    def tally(self) -> dict[BlockStatus, int]:
+        """Final blocks by status."""
+        values, counts = np.unique(self._statuses, return_counts=True)
+        return {BlockStatus(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
+
+    def too_slow(self, now_s: float, blocks_per_s: float | None) -> bool:
+        """Whether recomputing would be done before the blocks that are left.
+
+        ``blocks_per_s``: what is known of the source, used until this pull has a rate of its own.
+        """
+        if self.give_up_s is None:
+            return False
+        if now_s >= self.give_up_s:
+            return True
+        if self._first_move_s is not None and self._moved and now_s > self._first_move_s:
+            blocks_per_s = self._moved / (now_s - self._first_move_s)
+        if not blocks_per_s:
+            return False
+        left = int(np.isin(self.phase, (Phase.LEASED, Phase.MOVING)).sum())
+        return now_s + left / blocks_per_s > self.give_up_s
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def resident(self, mask: npt.NDArray[np.bool_]) -> None:
+        """These blocks are in our pool already."""
+        self._finish(np.flatnonzero(mask), BlockStatus.OK)
+
+    def join(self, indices: Sequence[int]) -> None:
+        """Another pull is getting these."""
+        self.phase[list(indices)] = Phase.JOINED
+
+    def leave(self, index: int, status: BlockStatus) -> None:
+        """The pull that was getting this block is through with it."""
+        if self.phase[index] != Phase.JOINED:
+            return
+        if status is BlockStatus.OK:
+            self._finish(np.array([index]), status)
+        else:
+            self.phase[index] = Phase.WANTED
+
+    def ask(self) -> list[Ask]:
+        """Give every wanted block its next source; those that have none left become final."""
+        wanted = np.flatnonzero(self.phase == Phase.WANTED)
+        if not len(wanted):
+            return []
+        open_ = self._untried[:, wanted]
+        has = open_.any(axis=0) if len(open_) else np.zeros(len(wanted), bool)
+        self._settle(wanted[~has])
+        asking = wanted[has]
+        if not len(asking):
+            return []
+        sources = open_[:, has].argmax(axis=0)
+        self.phase[asking] = Phase.ASKED
+        self.source[asking] = sources
+        self._untried[sources, asking] = False
+        return [Ask(int(source), asking[sources == source]) for source in np.unique(sources)]
+
+    def leased(
+        self,
+        source: int,
+        indices: Indices,
+        slots: npt.NDArray[np.int32],
+        generations: npt.NDArray[np.uint64],
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        """The source's answer for blocks that were asked of it; ``slots`` is -1 where it has none.
+
+        ``checksums`` is [blocks, ranks].
+        """
+        current = (self.phase[indices] == Phase.ASKED) & (self.source[indices] == source)
+        has = current & (slots >= 0)
+        found = indices[has]
+        self.phase[found] = Phase.LEASED
+        self.remote_slots[found] = slots[has]
+        self.remote_generations[found] = generations[has]
+        self.checksums[found] = checksums[has]
+        self.phase[indices[current & (slots < 0)]] = Phase.WANTED
+
+    def source_failed(self, source: int, status: BlockStatus, reason: str) -> None:
+        """Give up on a source: what it owes is wanted again. Its steps under way still end by themselves."""
+        self.reasons[source] = reason
+        self._untried[source] = False
+        owed = np.flatnonzero((self.source == source) & np.isin(self.phase, (Phase.ASKED, Phase.LEASED)))
+        self._retry(owed, status)
+
+    def next_move(self, most: int) -> Move | None:
+        """The next blocks to copy, in prefix order, ``most`` at once, all from one source."""
+        leased = np.flatnonzero(self.phase == Phase.LEASED)
+        if not len(leased):
+            return None
+        source = int(self.source[leased[0]])
+        indices = leased[self.source[leased] == source][:most]
+        self.phase[indices] = Phase.MOVING
+        return Move(source, indices)
+
+    def moved(self, indices: Indices, statuses: npt.NDArray[np.uint8], started_s: float) -> None:
+        """A step ended. ``started_s``: when it began."""
+        if self._first_move_s is None or started_s < self._first_move_s:
+            self._first_move_s = started_s
+        moving = self.phase[indices] == Phase.MOVING
+        arrived = moving & (statuses == BlockStatus.OK)
+        self._moved += int(arrived.sum())
+        self._finish(indices[arrived], BlockStatus.OK)
+        for status in np.unique(statuses[moving & ~arrived]):
+            self._retry(indices[moving & (statuses == status)], BlockStatus(int(status)))
+
+    def refuse(self, indices: Indices, status: BlockStatus, reason: str) -> None:
+        """These blocks cannot be taken at all, whoever has them."""
+        self.reasons[-1] = reason
+        self._finish(indices, status)
+
+    def stop(self, status: BlockStatus, *, moving_too: bool) -> None:
+        """End every block that is not final; without ``moving_too`` the steps under way may bring theirs."""
+        open_ = self.phase != Phase.FINAL
+        if not moving_too:
+            open_ &= self.phase != Phase.MOVING
+            self._untried[:] = False
+        self._finish(np.flatnonzero(open_), status)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _retry(self, indices: Indices, status: BlockStatus) -> None:
+        self.phase[indices] = Phase.WANTED
+        self._fallback[indices] = status
+
+    def _settle(self, indices: Indices) -> None:
+        self.phase[indices] = Phase.FINAL
+        self._statuses[indices] = self._fallback[indices]
+
+    def _finish(self, indices: Indices, status: BlockStatus) -> None:
+        self.phase[indices] = Phase.FINAL
+        self._statuses[indices] = status

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other side of pulls: what this guard answers to guards and routers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.errors import ProtocolError
+from kvcr.guard.inventory import InventoryLog
+from kvcr.guard.loop import Loop, Timer
+from kvcr.guard.meters import Meters
+from kvcr.guard.scrub import Scrubber
+from kvcr.keys import KEY_BYTES
+from kvcr.pool import Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
+from kvcr.protocol.engine import BlockStatus
+from kvcr.protocol.peer import (
+    VERSION,
+    Lease,
+    Leased,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    Release,
+    Replay,
+    Replayed,
+    Snapshot,
+    SnapshotChunk,
+    ToClient,
+    ToServer,
+)
+from kvcr.transfer.nixl import NixlIdentity, NixlThread
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_BLOCKS = 4096
+"""Per chunk: 115 kB, which fits a Unix seqpacket message."""
+
+REPLAY_BYTES = 150_000
+MAX_LEASES = 4096
+TRANSPORTS = ("shm", "nixl")
+
+Reply = Callable[[ToClient], None]
+
+
+class Host(Protocol):
+    """What serving needs of the guard."""
+
+    name: str
+    incarnation: int
+    boot_id: str
+    unix_socket: str
+    pool: Pool | None
+
+    def nixl(self) -> NixlThread: ...
+
+
+@dataclass(slots=True)
+class _Lease:
+    slots: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.uint64]
+    timer: Timer
+    nixl: bool
+
+
+@dataclass(slots=True)
+class Caller:
+    """One way a request came in. ``leases`` end with a Unix connection; over ZMQ they only expire."""
+
+    leases: set[int] = field(default_factory=set)
+
+
+class PeerServer:
+    """Belongs to the authority thread. Replies may come later than the call, in any order."""
+
+    def __init__(
+        self,
+        host: Host,
+        loop: Loop,
+        inventory: InventoryLog,
+        meters: Meters,
+        scrubber: Scrubber,
+        max_lease_ms: int,
+    ) -> None:
+        self._host = host
+        self._loop = loop
+        self._inventory = inventory
+        self._meters = meters
+        self._scrubber = scrubber
+        self._max_lease_ms = max_lease_ms
+        self._leases: dict[int, _Lease] = {}
+        self._last_lease = 0
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    def handle(self, message: ToServer, caller: Caller, reply: Reply) -> None:
+        """Answer one request. Raises ProtocolError on arrays of odd lengths."""
+        match message:
+            case PeerHello():
+                self._hello(message, reply)
+            case Lease():
+                self._lease(message, caller, reply)
+            case Release():
+                self._release(message, caller)
+            case Snapshot():
+                self._snapshot(message, reply)
+            case Replay():
+                batches = self._inventory.replay(message.first, message.last, REPLAY_BYTES)
+                if batches is None:
+                    self._refuse(
+                        reply, message.op, "too_large", "those batches are no longer kept; take a snapshot"
+                    )
+                else:
+                    reply(Replayed(message.op, batches))
+
+    def hung_up(self, caller: Caller) -> None:
+        """A Unix connection closed: whatever it leased is read no more."""
+        for lease_id in list(caller.leases):
+            self._end(lease_id)
+        caller.leases.clear()
+
+    def end_all(self) -> None:
+        """Before the pool is replaced."""
+        for lease_id in list(self._leases):
+            self._end(lease_id)
+
+    def _hello(self, hello: PeerHello, reply: Reply) -> None:
+        pool = self._host.pool
+        if hello.version != VERSION:
+            self._refuse(
+                reply, hello.op, "version", f"peer protocol {hello.version}, this guard speaks {VERSION}"
+            )
+            return
+        if pool is not None and hello.layout_digest and hello.layout_digest != pool.layout.digest():
+            self._refuse(
+                reply,
+                hello.op,
+                "layout",
+                f"{hello.name} has layout {hello.layout_digest}, we have {pool.layout.digest()}",
+            )
+            return
+        if hello.want_nixl and pool is not None:
+            self._host.nixl().serve(lambda identity: self._welcome(hello, identity, reply))
+        else:
+            self._welcome(hello, None, reply)
+
+    def _welcome(self, hello: PeerHello, identity: NixlIdentity | None, reply: Reply) -> None:
+        host, pool = self._host, self._host.pool
+        reply(
+            PeerWelcome(
+                op=hello.op,
+                name=host.name,
+                incarnation=host.incarnation,
+                epoch=pool.epoch if pool else 0,
+                layout=pool.layout if pool else None,
+                boot_id=host.boot_id,
+                pool_dir=str(pool.dir) if pool else "",
+                unix_socket=host.unix_socket,
+                slots=pool.slots if pool else 0,
+                nixl_agent=identity.agent if identity else "",
+                nixl_metadata=identity.metadata if identity else b"",
+                region_addresses=tuple(identity.addresses) if identity else (),
+            )
+        )
+
+    def _lease(self, request: Lease, caller: Caller, reply: Reply) -> None:
+        pool = self._host.pool
+        count = len(request.keys) // KEY_BYTES
+        if len(request.keys) % KEY_BYTES:
+            raise ProtocolError(f"keys has {len(request.keys)} bytes, {KEY_BYTES} a key")
+        if pool is None:
+            self._refuse(reply, request.op, "not_ready", "no engine has attached yet")
+            return
+        if count > MAX_BLOCKS_PER_MESSAGE or len(self._leases) >= MAX_LEASES:
+            limits = f"the limits are {MAX_BLOCKS_PER_MESSAGE} and {MAX_LEASES}"
+            reason = f"{count} keys asked and {len(self._leases)} leases given; {limits}"
+            self._refuse(reply, request.op, "too_large", reason)
+            return
+        found = pool.lookup(request.keys)
+        slots, generations = found.slots.copy(), found.generations.copy()
+        has = slots >= 0
+        slots[~has] = -1
+        generations[~has] = 0
+        checksums = np.zeros((count, pool.layout.ranks), np.uint64)
+        lease_id = 0
+        lease_ms = min(max(request.lease_ms, 1), self._max_lease_ms)
+        if has.any():
+            pool.lease(slots[has], generations[has])
+            pool.touch(slots[has], time.monotonic())
+            checksums[has] = pool.checksums(slots[has])
+            lease_id = self._grant(slots[has], generations[has], lease_ms, request.transport == "nixl")
+            caller.leases.add(lease_id)
+        reply(
+            Leased(
+                op=request.op,
+                incarnation=self._host.incarnation,
+                lease_id=lease_id,
+                statuses=np.where(has, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8).tobytes(),
+                slots=slots.astype("<i4").tobytes(),
+                generations=generations.astype("<u8").tobytes(),
+                checksums=checksums.astype("<u8").tobytes(),
+                lease_ms=lease_ms,
+            )
+        )
+
+    def _grant(
+        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], lease_ms: int, nixl: bool
+    ) -> int:
+        self._last_lease += 1
+        lease_id = self._last_lease
+        timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id))
+        self._leases[lease_id] = _Lease(slots, generations, timer, nixl)
+        if nixl:
+            self._host.nixl().hold(lease_id, time.monotonic() + lease_ms / 1000)
+        return lease_id
+
+    def _release(self, release: Release, caller: Caller) -> None:
+        caller.leases.discard(release.lease_id)
+        self._end(release.lease_id)
+        if release.transport in TRANSPORTS and release.block_count > 0 and release.byte_count > 0:
+            self._meters.served_blocks.inc(release.block_count, transport=release.transport)
+            self._meters.served_bytes.inc(release.byte_count, transport=release.transport)
+        if release.corrupt_slots:
+            self._scrubber.check(i32(release.corrupt_slots), u64(release.corrupt_generations), "source")
+
+    def _end(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return
+        lease.timer.cancel()
+        if self._host.pool is not None:
+            self._host.pool.unlease(lease.slots, lease.generations)
+        if lease.nixl:
+            self._host.nixl().drop(lease_id)
+
+    def _snapshot(self, request: Snapshot, reply: Reply) -> None:
+        pool = self._host.pool
+        heartbeat = self._inventory.heartbeat(pool)
+        keys, hashes, positions, next_cursor = b"", b"", b"", -1
+        if pool is not None:
+            page = pool.snapshot(request.cursor, SNAPSHOT_BLOCKS)
+            keys, next_cursor = page.keys, page.next_cursor
+            hashes = page.engine_hashes.astype("<u8").tobytes()
+            positions = page.positions.astype("<u4").tobytes()
+        reply(
+            SnapshotChunk(
+                op=request.op,
+                guard=self._host.name,
+                incarnation=self._host.incarnation,
+                sequence=heartbeat.sequence,
+                keys=keys,
+                engine_hashes=hashes,
+                positions=positions,
+                next_cursor=next_cursor,
+                digest=heartbeat.digest,
+                count=heartbeat.count,
+            )
+        )
+
+    def _refuse(self, reply: Reply, op: int, code: str, reason: str) -> None:
+        self._meters.peer_refusals.inc(code=code)
+        log.info("peer request refused, %s: %s", code, reason)
+        reply(PeerRefused(op, code, reason))
