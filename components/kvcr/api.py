@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVCR for an embedding program: store blocks, find them, fetch them from peers, load them.
+
+::
+
+    layout = Layout(model=model_identity("m", "abc"), dtype="float32", block_size=32, ...)
+    memory = HostBlockMemory([blocks])                       # uint8 [blocks, layout.part_bytes]
+    kv = Kvcr.open(EngineConfig(socket="/run/kvcr/guard.sock"), layout, memory)
+    chain = extend_chain(KeySpace("dynamo", layout.model).root(), tokens, layout.block_size)
+    kv.deposit(chain, block_ids)                             # engine memory -> pool
+    kv.query(chain)                                          # which are here
+    kv.fetch("r1", chain, sources=[Source("tcp://10.0.0.6:7100", 0, len(chain))])
+    kv.deliver("r1", chain, block_ids, deadline_s=2.0)       # pool -> engine memory
+    kv.close()
+
+This needs neither torch nor vLLM nor Dynamo. :class:`Kvcr` is both roles of an engine in one process, for
+engines of one rank; an engine of several processes uses :class:`SchedulerHandle` in the one that schedules
+and a :class:`WorkerHandle` in each that computes. A guard that is absent, slow or dead is a status
+(:class:`BlockStatus`), not an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.client import (
+    BlockMemory,
+    FetchState,
+    Grants,
+    HostBlockMemory,
+    LoadResult,
+    LoadSpec,
+    SaveSpec,
+    SchedulerHandle,
+    WorkerHandle,
+)
+from kvcr.client.hints import missing_run, parse_envelope, sources_for
+from kvcr.config import EngineConfig
+from kvcr.errors import KvcrError
+from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, model_identity, pack_keys
+from kvcr.layout import Layout
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
+from kvcr.protocol.engine import BlockStatus, Source
+
+__all__ = [
+    "BlockKey",
+    "BlockMemory",
+    "BlockStatus",
+    "EngineConfig",
+    "FetchState",
+    "Grants",
+    "HostBlockMemory",
+    "KeySpace",
+    "Kvcr",
+    "KvcrError",
+    "Layout",
+    "LoadResult",
+    "LoadSpec",
+    "SaveSpec",
+    "SchedulerHandle",
+    "Source",
+    "Statuses",
+    "WorkerHandle",
+    "extend_chain",
+    "model_identity",
+]
+
+Statuses = npt.NDArray[np.uint8]
+"""uint8 :class:`BlockStatus`, one a key."""
+
+POLL_S = 0.001
+STANDING_BLOCKS = 256
+
+
+class Kvcr:
+    """Scheduler and worker of an engine with one rank. All methods are for one thread at a time.
+
+    Methods that take a ``wait_s`` or ``deadline_s`` return by then, whatever the guard does; with 0 they
+    return at once and :meth:`poll` moves things on.
+    """
+
+    def __init__(self, scheduler: SchedulerHandle, worker: WorkerHandle) -> None:
+        self._scheduler = scheduler
+        self._worker = worker
+        self._next_job = 1
+        self._results: dict[str, LoadResult] = {}
+        self.skipped_hints: Counter[str] = Counter()
+        """Hints, or parts of hints, that were not used, by reason."""
+
+    @classmethod
+    def open(
+        cls,
+        config: EngineConfig,
+        layout: Layout,
+        memory: BlockMemory,
+        *,
+        engine_id: str = "",
+        standing_blocks: int = STANDING_BLOCKS,
+        wait_s: float = 15.0,
+    ) -> Kvcr:
+        """Connect to the configured guard, or start one. Waits up to ``wait_s`` for it; without one the
+        object works, and everything is a miss until a guard appears.
+
+        ``engine_id`` must never have been used before; empty: a fresh one. Raises ValueError when the layout
+        has more than one rank, or ``memory`` does not fit it.
+        """
+        if layout.ranks != 1:
+            raise ValueError(
+                f"Kvcr is for engines of one rank, the layout has {layout.ranks}; use SchedulerHandle and "
+                "one WorkerHandle a rank"
+            )
+        engine_id = engine_id or f"api-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        deadline_s = time.monotonic() + wait_s
+        worker = WorkerHandle(config, layout, memory, engine_id=engine_id)
+        worker.wait_connected(wait_s)
+        scheduler = SchedulerHandle(config, layout, engine_id=engine_id, standing_blocks=standing_blocks)
+        scheduler.wait_connected(max(0.0, deadline_s - time.monotonic()))
+        return cls(scheduler, worker)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a guard is there and listens."""
+        return self._scheduler.connected and self._worker.connected
+
+    @property
+    def control_endpoint(self) -> str:
+        """Where peers reach this engine's guard, '' without one."""
+        return self._scheduler.own_endpoint
+
+    # --- engine memory -> pool ------------------------------------------------------------------
+
+    def deposit(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        *,
+        parents: Sequence[BlockKey] | None = None,
+        engine_hashes: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        root: BlockKey | None = None,
+        wait_s: float = 5.0,
+    ) -> Statuses:
+        """Copy blocks of engine memory into the pool, one a key.
+
+        Without ``parents`` the keys are a chain that starts at ``root`` (or, without one, at a key of
+        zeros); ``positions`` then default to 0, 1, ...; ``engine_hashes`` (uint64) to the first 8 bytes of
+        each key. Statuses: OK committed (or there already), PENDING copied and not confirmed within
+        ``wait_s``, MISS no room was granted, GONE no guard. Blocks must not change until the call returns.
+        """
+        count = len(keys)
+        if len(block_ids) != count:
+            raise ValueError(f"{count} keys and {len(block_ids)} block ids; give one block id a key")
+        if parents is None:
+            parents = [root or BlockKey(bytes(KEY_BYTES)), *keys[:-1]] if count else []
+        hashes = np.array(
+            [int.from_bytes(k[:8], "little") for k in keys] if engine_hashes is None else engine_hashes, "<u8"
+        )
+        places = np.arange(count, dtype="<u4") if positions is None else np.array(positions, "<u4")
+        deadline_s = time.monotonic() + wait_s
+        statuses = self.query(keys)
+        todo = np.flatnonzero(statuses != BlockStatus.OK)
+        while len(todo):
+            self.poll()
+            grants = self._scheduler.take_grants(min(len(todo), MAX_BLOCKS_PER_MESSAGE))
+            if len(grants):
+                batch, todo = todo[: len(grants)], todo[len(grants) :]
+                self._save(grants, batch, keys, parents, block_ids, hashes, places)
+                statuses[batch] = BlockStatus.PENDING
+            elif time.monotonic() >= deadline_s or not self._scheduler.connected:
+                break
+            else:
+                time.sleep(POLL_S)
+        self._worker.wait_saves()
+        self._until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
+        self._worker.take_saved_jobs()
+        pending = np.flatnonzero(statuses == BlockStatus.PENDING)
+        here = self._scheduler.lookup(pack_keys([keys[i] for i in pending.tolist()]))
+        statuses[pending[here]] = BlockStatus.OK
+        if not self._scheduler.connected:
+            statuses[statuses != BlockStatus.OK] = BlockStatus.GONE
+        return statuses
+
+    def _save(
+        self,
+        grants: Grants,
+        batch: npt.NDArray[np.intp],
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        hashes: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.uint32],
+    ) -> None:
+        chosen = batch.tolist()
+        self._worker.submit_save(
+            SaveSpec(
+                job_id=self._next_job,
+                request_id=f"deposit-{self._next_job}",
+                pool_token=grants.pool_token,
+                epoch=grants.epoch,
+                slots=grants.slots.astype("<i4").tobytes(),
+                generations=grants.generations.astype("<u8").tobytes(),
+                block_ids=np.array([block_ids[i] for i in chosen], "<i4").tobytes(),
+                keys=pack_keys([keys[i] for i in chosen]),
+                parents=pack_keys([parents[i] for i in chosen]),
+                engine_hashes=hashes[batch].tobytes(),
+                positions=positions[batch].tobytes(),
+            )
+        )
+        self._next_job += 1
+
+    # --- finding and fetching -------------------------------------------------------------------
+
+    def query(self, keys: Sequence[BlockKey]) -> Statuses:
+        """Which blocks are in the local pool: OK or MISS. Reads shared memory; sends nothing."""
+        here = self._scheduler.lookup(pack_keys(keys))
+        return np.where(here, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8)
+
+    def fetch(
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        *,
+        sources: Sequence[Source],
+        first: int = 0,
+        parent: BlockKey | None = None,
+        engine_hashes: Sequence[int] | None = None,
+        give_up_ms: float = 0.0,
+        deadline_s: float = 2.0,
+        no_retain: bool = False,
+        wait: bool = True,
+    ) -> Statuses:
+        """Have the guard pull blocks of one chain from other guards into the local pool.
+
+        ``keys`` start at position ``first``, after ``parent``; ``sources`` name positions. One fetch a
+        ``request_id`` at a time; end it with :meth:`finish`. With ``wait`` the result is final; without, it
+        is what is known now, see :meth:`fetch_state`. ``give_up_ms``: a pull that would end later is stopped.
+        """
+        until_s = time.monotonic() + deadline_s
+        self.poll()
+        hashes = (
+            np.zeros(len(keys), np.uint64) if engine_hashes is None else np.array(engine_hashes, np.uint64)
+        )
+        state = self._scheduler.fetch(
+            request_id,
+            first=first,
+            parent=parent or bytes(KEY_BYTES),
+            keys=pack_keys(keys),
+            engine_hashes=hashes,
+            sources=list(sources),
+            deadline_ms=1000 * deadline_s,
+            give_up_ms=give_up_ms,
+            no_retain=no_retain,
+        )
+        if wait:
+            # The guard keeps the deadline; the margin is for its last word to get here.
+            self._until(lambda: state.final, until_s + 0.25)
+            if not state.final:
+                state.end(BlockStatus.TOO_SLOW, "the guard did not answer in time")
+        return state.statuses
+
+    def fetch_state(self, request_id: str) -> FetchState | None:
+        """What is known of the fetch of this request."""
+        self.poll()
+        return self._scheduler.fetch_state(request_id)
+
+    def submit_hint(
+        self, request_id: str, envelope: Any, keys: Sequence[BlockKey], engine_hashes: Sequence[int] = ()
+    ) -> FetchState | None:
+        """Act on a ``kv_hint`` envelope for a request whose whole chain is ``keys``; never waits.
+
+        None when it names nothing to do; see :attr:`skipped_hints` for what was not understood.
+        """
+        hint = parse_envelope(envelope, self.skipped_hints)
+        if hint is None:
+            return None
+        sources = sources_for(hint, keys, engine_hashes, self.skipped_hints)
+        run = missing_run(sources, self._scheduler.lookup(pack_keys(keys)))
+        if run is None:
+            return None
+        first, count = run
+        self.poll()
+        hashes = np.zeros(len(keys), np.uint64)
+        hashes[: len(engine_hashes)] = np.array(engine_hashes, np.uint64)
+        return self._scheduler.fetch(
+            request_id,
+            first=first,
+            parent=keys[first - 1] if first else bytes(KEY_BYTES),
+            keys=pack_keys(keys[first : first + count]),
+            engine_hashes=hashes[first : first + count],
+            sources=sources,
+            deadline_ms=hint.deadline_ms,
+            give_up_ms=hint.give_up_ms,
+            plan_id=hint.plan_id,
+            no_retain=hint.no_retain,
+        )
+
+    # --- pool -> engine memory ------------------------------------------------------------------
+
+    def deliver(
+        self,
+        request_id: str,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        *,
+        first: int = 0,
+        deadline_s: float = 2.0,
+        wait: bool = True,
+    ) -> Statuses:
+        """Copy blocks from the pool into engine memory, verified. Joins the request's fetch, if one runs.
+
+        ``keys`` start at position ``first`` of the request's chain. With ``wait`` every status is final, by
+        the deadline, and no byte is written to a block afterwards. Without, all are PENDING and
+        :meth:`delivered` has the result once.
+        """
+        if len(block_ids) != len(keys):
+            raise ValueError(f"{len(keys)} keys and {len(block_ids)} block ids; give one block id a key")
+        self.poll()
+        state = self._scheduler.fetch_state(request_id)
+        self._scheduler.use(pack_keys(keys))
+        self._worker.submit_load(
+            LoadSpec(
+                request_id=request_id,
+                first=first,
+                keys=pack_keys(keys),
+                block_ids=np.array(block_ids, "<i4").tobytes(),
+                deadline_s=deadline_s,
+                fetching=state is not None and not state.final,
+                fetch_first=state.first if state is not None else 0,
+                fetch_count=state.count if state is not None else 0,
+                prefix_only=False,
+            )
+        )
+        if not wait:
+            return np.zeros(len(keys), np.uint8)
+        self._until(lambda: request_id in self._results, time.monotonic() + deadline_s + 1.0)
+        result = self.delivered(request_id)
+        assert result is not None, "a load ends by its deadline"
+        return result.statuses
+
+    def delivered(self, request_id: str) -> LoadResult | None:
+        """The result of a :meth:`deliver` that was not waited for: once, None before."""
+        self.poll()
+        return self._results.pop(request_id, None)
+
+    def cancel(self, request_id: str) -> None:
+        """End a running :meth:`deliver`: what has not arrived is TOO_SLOW."""
+        self._worker.cancel_load(request_id)
+
+    # --- the rest -------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> str:
+        """Keep blocks from eviction for ``ttl_s`` seconds. Returns a pin id, '' without a guard."""
+        return self._scheduler.pin(pack_keys(keys), ttl_s)
+
+    def release(self, pin_id: str) -> None:
+        """End a pin early."""
+        self._scheduler.unpin(pin_id)
+
+    def finish(self, request_id: str) -> None:
+        """The request is over: its fetch is dropped, its load, if one runs, cancelled."""
+        self._scheduler.finish(request_id)
+        self._worker.cancel_load(request_id)
+
+    def poll(self) -> None:
+        """Take in what the guard said and what the copy thread finished. Never waits."""
+        self._scheduler.poll()
+        for result in self._worker.take_loads():
+            self._results[result.request_id] = result
+
+    def close(self) -> None:
+        """Disconnect. The pool and its blocks stay with the guard. Idempotent."""
+        self._worker.close()
+        self._scheduler.close()
+
+    def _until(self, done: Callable[[], bool], deadline_s: float) -> None:
+        while not done() and time.monotonic() < deadline_s:
+            self.poll()
+            if done():
+                return
+            time.sleep(POLL_S)

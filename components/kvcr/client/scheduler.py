@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of an engine: looks up, reserves slots, submits hints. Never waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.client.fetch import FetchState
+from kvcr.client.guard_socket import find_socket
+from kvcr.client.jobs import Grants
+from kvcr.client.link import GuardLink, Session
+from kvcr.client.mapping import PoolMapping, map_directory
+from kvcr.config import EngineConfig
+from kvcr.errors import Refused
+from kvcr.keys import KEY_BYTES
+from kvcr.layout import Layout
+from kvcr.protocol import engine as msg
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
+from kvcr.protocol.engine import BlockStatus, Source
+
+logger = logging.getLogger(__name__)
+
+RESERVE_RETRY_S = 0.5
+"""How long to wait before asking a guard again that granted less than was asked."""
+
+MAX_SOURCES = 64
+"""Sources a guard takes in one Fetch."""
+
+
+@dataclass
+class _Standing:
+    """Granted slots not yet assigned to a save."""
+
+    slots: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def add(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
+        self.slots = np.concatenate([self.slots, slots])
+        self.generations = np.concatenate([self.generations, generations])
+
+    def take(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+        taken = self.slots[:count], self.generations[:count]
+        self.slots, self.generations = self.slots[count:], self.generations[count:]
+        return taken
+
+
+class SchedulerHandle:
+    """One per engine, in the process that schedules. Every method is for one thread, and returns at once.
+
+    ``standing_blocks``: slots to keep reserved, about two steps' worth of new blocks. It is cut to a
+    quarter of the pool, with a warning when it is more than a tenth.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: Layout,
+        *,
+        engine_id: str,
+        standing_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout = layout
+        self._wanted = max(1, standing_blocks)
+        self._target = self._wanted
+        self._clock = clock
+        self._standing = _Standing()
+        self._standing_of: tuple[int, int] | None = None
+        self._session_number = 0
+        self._session: Session[PoolMapping] | None = None
+        self._reserve_at = 0.0
+        self._reserving = False
+        self._fetches: dict[str, FetchState] = {}
+        self._link: GuardLink[PoolMapping] = GuardLink(
+            find_socket=lambda: find_socket(config),
+            hello=msg.Hello(
+                msg.VERSION, msg.Role.SCHEDULER, engine_id, 0, os.getpid(), layout, config.namespace
+            ),
+            attach=lambda welcome, previous: map_directory(welcome, layout, previous),
+        )
+
+    # --- connection -----------------------------------------------------------------------------
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Start-up only: wait for the first answer of the guard. False when there is none, or it refused."""
+        if self._link.wait(timeout_s):
+            self.poll()
+            return True
+        return False
+
+    @property
+    def connected(self) -> bool:
+        """A guard is there and empties its socket."""
+        return self._link.usable
+
+    @property
+    def refused(self) -> Refused | None:
+        """Why the guard turned this engine down, if it did."""
+        return self._link.refused
+
+    @property
+    def welcome(self) -> msg.Welcome | None:
+        session = self._link.session
+        return session.welcome if session is not None else None
+
+    @property
+    def own_endpoint(self) -> str:
+        """Control endpoint of the guard of this engine, '' without one."""
+        session = self._link.session
+        return session.welcome.control_endpoint if session is not None else ""
+
+    @property
+    def pool_slots(self) -> int:
+        """Slots of the mapped pool, 0 before the first connection."""
+        mapping = self._link.resources
+        return mapping.reader.slots if mapping is not None else 0
+
+    def poll(self) -> None:
+        """Take in what the guard said and top up the standing grants. Call once a step."""
+        messages = self._link.receive()
+        session = self._link.session
+        if session is not None and session.number != self._session_number:
+            self._on_session(session)
+        elif session is None and self._session is not None:
+            self._on_lost()
+        for message in messages:
+            self._take(message)
+        self._top_up()
+
+    def close(self) -> None:
+        """Return the unused grants and disconnect."""
+        session = self._link.session
+        if session is not None and len(self._standing.slots):
+            slots, generations = self._standing.take(len(self._standing.slots))
+            for start in range(0, len(slots), MAX_BLOCKS_PER_MESSAGE):
+                part = slice(start, start + MAX_BLOCKS_PER_MESSAGE)
+                self._link.send(
+                    msg.Return(session.welcome.epoch, slots[part].tobytes(), generations[part].tobytes())
+                )
+        self._link.close()
+
+    def _on_session(self, session: Session[PoolMapping]) -> None:
+        self._session_number = session.number
+        self._session = session
+        self._reserving = False
+        self._reserve_at = 0.0
+        identity = (session.resources.token, session.welcome.epoch)
+        if identity != self._standing_of:
+            # Grants of another pool or epoch: the slots are somebody else's now.
+            self._standing = _Standing()
+            self._standing_of = identity
+            self._size_grants(session.resources.reader.slots)
+        self._end_fetches("connection to the guard was lost")
+
+    def _on_lost(self) -> None:
+        self._session = None
+        self._end_fetches("connection to the guard was lost")
+
+    def _end_fetches(self, why: str) -> None:
+        for state in self._fetches.values():
+            if not state.final:
+                state.end(BlockStatus.GONE, why)
+
+    def _size_grants(self, slots: int) -> None:
+        self._target = min(self._wanted, max(1, slots // 4))
+        if self._wanted > slots // 10:
+            logger.warning(
+                "two steps fill up to %d blocks, %.0f %% of the pool's %d slots; keeping %d granted. "
+                "Raise pool_bytes (10 x or more is good) or lower max_num_batched_tokens.",
+                self._wanted,
+                100 * self._wanted / max(1, slots),
+                slots,
+                self._target,
+            )
+
+    # --- directory ------------------------------------------------------------------------------
+
+    def lookup(self, keys: bytes) -> npt.NDArray[np.bool_]:
+        """Which of these blocks (16 bytes a key) are in the local pool now. No message is sent."""
+        mapping = self._link.resources
+        if mapping is None or not keys:
+            return np.zeros(len(keys) // KEY_BYTES, np.bool_)
+        slots, _ = mapping.reader.lookup(keys)
+        return slots >= 0
+
+    def use(self, keys: bytes) -> None:
+        """These resident blocks are about to be loaded: counts against their eviction."""
+        self._send_keys(lambda epoch, part: msg.Use(epoch, part), keys)
+
+    def pin(self, keys: bytes, ttl_s: float) -> str:
+        """Keep these blocks from eviction for ``ttl_s``. Returns the id for :meth:`unpin`, '' if not sent."""
+        pin_id = uuid.uuid4().hex
+        sent = self._send_keys(lambda epoch, part: msg.Pin(epoch, part, ttl_s, pin_id), keys)
+        return pin_id if sent else ""
+
+    def unpin(self, pin_id: str) -> None:
+        self._link.send(msg.Unpin(pin_id))
+
+    def _send_keys(self, make: Callable[[int, bytes], msg.ToGuard], keys: bytes) -> bool:
+        session = self._link.session
+        if session is None or not keys:
+            return False
+        step = MAX_BLOCKS_PER_MESSAGE * KEY_BYTES
+        return all(
+            self._link.send(make(session.welcome.epoch, keys[start : start + step]))
+            for start in range(0, len(keys), step)
+        )
+
+    # --- grants ---------------------------------------------------------------------------------
+
+    @property
+    def grants_available(self) -> int:
+        return len(self._standing.slots)
+
+    def take_grants(self, count: int) -> Grants:
+        """Up to ``count`` granted slots, now the caller's to fill or to :meth:`give_back`."""
+        token, epoch = self._standing_of or (0, 0)
+        slots, generations = self._standing.take(count)
+        self._top_up()
+        return Grants(slots, generations, token, epoch)
+
+    def give_back(self, grants: Grants) -> None:
+        """Undo :meth:`take_grants`, for slots nothing was told to fill."""
+        if (grants.pool_token, grants.epoch) == self._standing_of:
+            self._standing.add(grants.slots, grants.generations)
+
+    def _top_up(self) -> None:
+        session = self._session
+        missing = self._target - len(self._standing.slots)
+        now_s = self._clock()
+        if session is None or 2 * missing < self._target or (self._reserving and now_s < self._reserve_at):
+            return
+        if now_s >= self._reserve_at and self._link.send(msg.Reserve(session.welcome.epoch, missing)):
+            self._reserving = True
+            self._reserve_at = now_s + RESERVE_RETRY_S
+
+    # --- fetches --------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        request_id: str,
+        *,
+        first: int,
+        parent: bytes,
+        keys: bytes,
+        engine_hashes: npt.NDArray[np.uint64],
+        sources: list[Source],
+        deadline_ms: float,
+        give_up_ms: float = 0.0,
+        plan_id: str = "",
+        no_retain: bool = False,
+    ) -> FetchState:
+        """Ask the guard to pull a run of a request's chain, from the first :data:`MAX_SOURCES` sources.
+
+        Without a guard the returned state is already final, all GONE.
+        """
+        state = FetchState(request_id, first, len(keys) // KEY_BYTES, self._clock())
+        session = self._link.session
+        for position, count in state.parts:
+            start = position - first
+            sent = session is not None and self._link.send(
+                msg.Fetch(
+                    epoch=session.welcome.epoch,
+                    request_id=request_id,
+                    first=position,
+                    parent=keys[(start - 1) * KEY_BYTES : start * KEY_BYTES] if start else parent,
+                    keys=keys[start * KEY_BYTES : (start + count) * KEY_BYTES],
+                    engine_hashes=engine_hashes[start : start + count].astype("<u8").tobytes(),
+                    sources=sources[:MAX_SOURCES],
+                    give_up_ms=give_up_ms,
+                    deadline_ms=deadline_ms,
+                    plan_id=plan_id,
+                    no_retain=no_retain,
+                )
+            )
+            if not sent:
+                state.end(BlockStatus.GONE, "no guard")
+                break
+        self._fetches[request_id] = state
+        return state
+
+    def fetch_state(self, request_id: str) -> FetchState | None:
+        return self._fetches.get(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """The request is over: forget its fetch, and let the guard drop its pulls and leases."""
+        if self._fetches.pop(request_id, None) is not None:
+            self._link.send(msg.Finish(request_id))
+
+    # --- input ----------------------------------------------------------------------------------
+
+    def _take(self, message: msg.ToEngine) -> None:
+        if isinstance(message, msg.Granted):
+            self._reserving = False
+            slots, generations = i32(message.slots), u64(message.generations)
+            if self._standing_of is not None and message.epoch == self._standing_of[1]:
+                self._standing.add(slots, generations)
+            if len(slots):
+                self._reserve_at = 0.0
+        elif isinstance(message, msg.FetchLease):
+            state = self._fetches.get(message.request_id)
+            if state is not None:
+                state.leased(message)
+        elif isinstance(message, msg.FetchProgress):
+            state = self._fetches.get(message.request_id)
+            if state is not None:
+                state.progressed(message)

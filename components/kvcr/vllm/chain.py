@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block keys of one vLLM request, computed once and extended while it decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
+
+UNBOUNDED = 1 << 62
+
+
+class RequestChain:
+    """Keys, engine hashes and limits of a request. Scheduler's thread only."""
+
+    def __init__(self, request: Any, root: BlockKey, block_size: int) -> None:
+        self._request = request
+        self._root = root
+        self._block_size = block_size
+        self.keyed_blocks = keyed_tokens(request) // block_size
+        """Blocks from here on have no key: not stored, not fetched."""
+        self.keys: list[BlockKey] = []
+
+    def extend(self) -> int:
+        """Compute the keys of blocks that filled since the last call; returns the number of blocks keyed."""
+        full = min(len(self._request.block_hashes), self.keyed_blocks)
+        done = len(self.keys)
+        if full > done:
+            tokens = self._request.all_token_ids[done * self._block_size : full * self._block_size]
+            self.keys += extend_chain(self.keys[-1] if self.keys else self._root, tokens, self._block_size)
+        return len(self.keys)
+
+    def end(self) -> None:
+        """No key from here on, not even those computed: the weights have changed under the request."""
+        self.keyed_blocks = 0
+        self.keys = []
+
+    def parent(self, position: int) -> BlockKey:
+        """Key before the block at ``position``: the root for the first."""
+        return self.keys[position - 1] if position else self._root
+
+    def blob(self, first: int, stop: int) -> bytes:
+        return pack_keys(self.keys[first:stop])
+
+    def engine_hashes(self, first: int, stop: int) -> npt.NDArray[np.uint64]:
+        """uint64 hashes as vLLM's KV events and stock hints have them: the last 8 bytes, big-endian."""
+        return np.array(
+            [int.from_bytes(h[-8:], "big") for h in self._request.block_hashes[first:stop]], np.uint64
+        )
+
+
+def keyed_tokens(request: Any) -> int:
+    """Tokens from the start that token ids alone describe.
+
+    From the first multimodal or prompt-embeds position on, equal token ids may mean different content. A
+    streaming-input session rewrites its own tokens between turns, so none of it is keyed.
+    """
+    if request.resumable:
+        return 0
+    limit = UNBOUNDED
+    if request.mm_features:
+        limit = min(feature.mm_position.offset for feature in request.mm_features)
+    if request.prompt_embeds is not None:
+        flags = request.prompt_is_token_ids
+        embedded = (
+            0 if flags is None else next((i for i, is_token in enumerate(flags) if not is_token), limit)
+        )
+        limit = min(limit, embedded)
+    return limit
+
+
+def key_space(namespace: str, model: str, group: int, request: Any) -> KeySpace:
+    """The key space of a request: its tenant's salt and its adapter included."""
+    lora = request.lora_request
+    return KeySpace(
+        namespace=namespace,
+        model=model,
+        group=group,
+        lora_name=lora.lora_name if lora is not None else "",
+        lora_path=lora.lora_path if lora is not None else "",
+        salt=request.cache_salt or "",
+    )

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector inside vLLM's scheduler: what to load, what to save, what to fetch. Never waits.
+
+vLLM calls every method on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.client import FetchState, Grants, LoadSpec, SaveSpec
+from kvcr.client.hints import FetchHint, missing_run, sources_for
+from kvcr.config import EngineConfig
+from kvcr.keys import BlockKey, KeySpace
+from kvcr.protocol.engine import Source
+from kvcr.vllm.chain import RequestChain, key_space
+from kvcr.vllm.hints import request_hint
+from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
+
+logger = logging.getLogger(__name__)
+
+MAX_SAVES_PER_STEP = 2048
+"""Blocks looked at for saving in one step; the rest follows in the next. Keeps a step's cost bounded."""
+
+MAX_ROOTS = 4096
+"""Key-space roots kept; one per tenant and adapter seen."""
+
+MIN_DEADLINE_S = 0.05
+
+FETCH_PAUSE_S = 1.0
+"""After a guard missed a lease reply, requests go on without asking it for this long: each one that asks
+waits ``lease_wait_ms``."""
+
+
+class SchedulerPort(Protocol):
+    """What the connector needs of :class:`kvcr.client.SchedulerHandle`."""
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def grants_available(self) -> int: ...
+    @property
+    def own_endpoint(self) -> str: ...
+    def poll(self) -> None: ...
+    def lookup(self, keys: bytes) -> npt.NDArray[np.bool_]: ...
+    def use(self, keys: bytes) -> None: ...
+    def take_grants(self, count: int) -> Grants: ...
+    def give_back(self, grants: Grants) -> None: ...
+    def fetch(
+        self,
+        request_id: str,
+        *,
+        first: int,
+        parent: bytes,
+        keys: bytes,
+        engine_hashes: npt.NDArray[np.uint64],
+        sources: list[Source],
+        deadline_ms: float,
+        give_up_ms: float = ...,
+        plan_id: str = ...,
+        no_retain: bool = ...,
+    ) -> FetchState: ...
+    def fetch_state(self, request_id: str) -> FetchState | None: ...
+    def finish(self, request_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Request:
+    """What the connector remembers of a request, from ``on_new_request`` to ``request_finished``."""
+
+    request: Any
+    chain: RequestChain
+    deadline_ms: float
+    saved: int = 0
+    """Blocks before this one are saved, being saved, or were in the pool when looked at."""
+    jobs: set[int] = field(default_factory=set)
+    """Save jobs that workers have not finished."""
+    retain: bool = True
+    """False: a one-off turn, whose blocks are not worth a place in the pool."""
+    offer: tuple[int, int] = (0, 0)
+    """First block and number of blocks of the last answer to ``get_num_new_matched_tokens``."""
+    loading_into: frozenset[int] = frozenset()
+    """G1 blocks of a running load."""
+    load_failed: bool = False
+
+
+@dataclass
+class _Job:
+    request_id: str
+    keys: list[BlockKey]
+    ranks_left: int
+
+
+@dataclass
+class SchedulerCounters:
+    """Since the last :meth:`ConnectorScheduler.take_counters`."""
+
+    asked_blocks: int = 0
+    local_blocks: int = 0
+    fetched_blocks: int = 0
+    fetches: int = 0
+    lease_timeouts: int = 0
+    keyless_blocks: int = 0
+    unsaved_blocks: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Hints and parts of hints that were not used, by reason"""
+
+
+class ConnectorScheduler:
+    """``model`` is the model identity of the key space, ``ranks`` the number of workers."""
+
+    def __init__(
+        self,
+        handle: SchedulerPort,
+        config: EngineConfig,
+        *,
+        model: str,
+        block_size: int,
+        group: int = 0,
+        ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle = handle
+        self._config = config
+        self._model = model
+        self._block_size = block_size
+        self._group = group
+        self._ranks = ranks
+        self._clock = clock
+        self._block_pool: Any = None
+        self._requests: dict[str, _Request] = {}
+        self._roots: dict[KeySpace, BlockKey] = {}
+        self._loads: list[LoadSpec] = []
+        self._delayed: list[str] = []
+        self._jobs: dict[int, _Job] = {}
+        self._assigned: set[BlockKey] = set()
+        self._next_job = 1
+        self._no_fetch_before_s = 0.0
+        self._counters = SchedulerCounters()
+
+    # --- life of a request ----------------------------------------------------------------------
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """vLLM's G1 block pool: read for headroom and for what G1 has."""
+        self._block_pool = block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        """Compute the request's keys and pass its hint, if it has one, to the guard."""
+        space = key_space(self._config.namespace, self._model, self._group, request)
+        chain = RequestChain(request, self._root(space), self._block_size)
+        state = _Request(request, chain, self._config.load_deadline_ms)
+        self._requests[request.request_id] = state
+        keyed = chain.extend()
+        self._counters.keyless_blocks += len(request.block_hashes) - keyed
+        hint = request_hint(request, self._counters.skipped)
+        if hint is not None:
+            state.deadline_ms = min(state.deadline_ms, hint.deadline_ms)
+            state.retain = not hint.no_retain
+        if keyed and not request.skip_reading_prefix_cache and self._clock() >= self._no_fetch_before_s:
+            self._fetch(state, hint)
+
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """``get_num_new_matched_tokens``: None while it is open what a fetch will bring."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.load_failed or request.skip_reading_prefix_cache:
+            return 0, False
+        first = num_computed_tokens // self._block_size
+        # At least one token must be left for the engine to compute.
+        stop = min((request.num_tokens - 1) // self._block_size, state.chain.extend())
+        if stop <= first:
+            return 0, False
+        self._handle.poll()
+        fetch = self._handle.fetch_state(request.request_id)
+        if fetch is not None and not fetch.settled:
+            if self._clock() < fetch.sent_s + self._config.lease_wait_ms / 1000:
+                return None, False
+            if not fetch.answered:
+                self._counters.lease_timeouts += 1
+                self._no_fetch_before_s = self._clock() + FETCH_PAUSE_S
+        present = self._handle.lookup(state.chain.blob(first, stop))
+        if fetch is not None:
+            _mark(present, first, fetch.first, fetch.expected())
+        count = _leading(present)
+        if self._block_pool is not None:
+            # vLLM reserves G1 for the whole load and cannot preempt it: never ask for more than is free.
+            count = min(count, self._block_pool.get_num_free_blocks())
+        state.offer = (first, count)
+        return count * self._block_size, count > 0
+
+    def after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """``update_state_after_alloc``: plan the load into these blocks. Called again, with 0, after it."""
+        state = self._requests.get(request.request_id)
+        if num_external_tokens == 0 or state is None:
+            return
+        first, offered = state.offer
+        count = min(num_external_tokens // self._block_size, offered)
+        block_ids = blocks.get_block_ids()[0][first : first + count]
+        keys = state.chain.blob(first, first + count)
+        present = self._handle.lookup(keys)
+        fetch = self._handle.fetch_state(request.request_id)
+        local = int(present.sum())
+        deadline_s = state.deadline_ms / 1000
+        if fetch is not None and local < count:
+            deadline_s = max(MIN_DEADLINE_S, fetch.sent_s + deadline_s - self._clock())
+        self._loads.append(
+            LoadSpec(
+                request_id=request.request_id,
+                first=first,
+                keys=keys,
+                block_ids=np.array(block_ids, "<i4").tobytes(),
+                deadline_s=deadline_s,
+                fetching=fetch is not None and local < count,
+                fetch_first=fetch.first if fetch is not None else 0,
+                fetch_count=fetch.count if fetch is not None else 0,
+            )
+        )
+        state.loading_into = frozenset(block_ids)
+        self._handle.use(keys)
+        self._counters.asked_blocks += count
+        self._counters.local_blocks += local
+        self._counters.fetched_blocks += count - local
+
+    def finished(self, request: Any) -> bool:
+        """``request_finished``: True while workers still read the request's blocks to save them."""
+        state = self._requests.pop(request.request_id, None)
+        self._handle.finish(request.request_id)
+        if state is None or not state.jobs:
+            return False
+        self._delayed.append(request.request_id)
+        return True
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def build_metadata(self, output: Any) -> StepMetadata:
+        """``build_connector_meta``: the loads and saves of this step."""
+        self._handle.poll()
+        preempted = sorted(output.preempted_req_ids or ())
+        for request_id in preempted:
+            # Workers finish these saves before they start the step, so nothing holds the blocks any more.
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.jobs.clear()
+        metadata = StepMetadata(self._loads, self._plan_saves(output), preempted, self._delayed)
+        self._loads, self._delayed = [], []
+        return metadata
+
+    def take_output(self, output: Any) -> None:
+        """``update_connector_output``: which loads and saves are over."""
+        if output.invalid_block_ids:
+            self._note_failed(output.invalid_block_ids)
+        for request_id in output.finished_recving or ():
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.loading_into = frozenset()
+        worker = output.kv_connector_worker_meta
+        if isinstance(worker, WorkerMetadata):
+            for job_id, ranks in worker.saved.items():
+                self._job_done(job_id, ranks)
+
+    def reset(self, model: str) -> None:
+        """``reset_cache``: blocks belong to other weights now. Running requests are not keyed any more."""
+        self._model = model
+        self._roots.clear()
+        for state in self._requests.values():
+            state.chain.end()
+            state.load_failed = True
+
+    def take_counters(self) -> SchedulerCounters:
+        counters, self._counters = self._counters, SchedulerCounters()
+        return counters
+
+    def close(self) -> None:
+        self._handle.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _root(self, space: KeySpace) -> BlockKey:
+        root = self._roots.get(space)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[space] = space.root()
+        return root
+
+    def _fetch(self, state: _Request, hint: FetchHint | None) -> None:
+        request, chain = state.request, state.chain
+        stop = min((request.num_tokens - 1) // self._block_size, len(chain.keys))
+        if hint is not None:
+            hashes = chain.engine_hashes(0, stop).tolist() if hint.stock_hashes else []
+            sources = sources_for(hint, chain.keys, hashes, self._counters.skipped)
+        else:
+            own = self._handle.own_endpoint
+            sources = [Source(peer, 0, stop) for peer in self._config.peers if peer != own]
+        if not sources or stop == 0:
+            return
+        present = self._handle.lookup(chain.blob(0, stop))
+        present[: self._g1_run(request, stop)] = True
+        run = missing_run(sources, present)
+        if run is None:
+            return
+        first, count = run
+        self._counters.fetches += 1
+        self._handle.fetch(
+            request.request_id,
+            first=first,
+            parent=chain.parent(first),
+            keys=chain.blob(first, first + count),
+            engine_hashes=chain.engine_hashes(first, first + count),
+            sources=sources,
+            deadline_ms=state.deadline_ms,
+            give_up_ms=hint.give_up_ms if hint is not None else 0.0,
+            plan_id=hint.plan_id if hint is not None else "",
+            no_retain=hint.no_retain if hint is not None else False,
+        )
+
+    def _g1_run(self, request: Any, stop: int) -> int:
+        """Blocks from the start that vLLM's own prefix cache has."""
+        if self._block_pool is None:
+            return 0
+        # A loop over blocks: vLLM's cache is a dict per block; it ends at the first miss.
+        for position, block_hash in enumerate(request.block_hashes[:stop]):
+            if self._block_pool.get_cached_block(block_hash, [self._group]) is None:
+                return position
+        return stop
+
+    def _note_failed(self, invalid: Iterable[int]) -> None:
+        """A request some of whose load failed recomputes: asking the pool for it again would loop."""
+        failed = set(invalid)
+        for state in self._requests.values():
+            if not failed.isdisjoint(state.loading_into):
+                state.load_failed = True
+
+    def _plan_saves(self, output: Any) -> list[SaveSpec]:
+        budget = min(self._handle.grants_available, MAX_SAVES_PER_STEP)
+        if not output.num_scheduled_tokens or budget == 0:
+            return []
+        candidates = self._candidates(output)
+        if not candidates:
+            return []
+        present = self._handle.lookup(
+            b"".join(state.chain.blob(state.saved, stop) for state, stop in candidates)
+        )
+        plans: list[tuple[_Request, list[int]]] = []
+        offset = 0
+        for state, stop in candidates:
+            start = state.saved
+            here = present[offset : offset + stop - start]
+            offset += stop - start
+            positions, state.saved = self._choose(state, start, here, budget)
+            budget -= len(positions)
+            if positions:
+                plans.append((state, positions))
+        if not plans:
+            return []
+        grants = self._handle.take_grants(sum(len(positions) for _, positions in plans))
+        return self._specs(output, plans, grants)
+
+    def _candidates(self, output: Any) -> list[tuple[_Request, int]]:
+        """Requests with blocks that are full after this step and were not looked at yet."""
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        found = []
+        left = MAX_SAVES_PER_STEP
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None or not state.retain:
+                continue
+            # Not past the hashed blocks: tokens of speculation may yet be rejected.
+            full = min((computed[request_id] + scheduled) // self._block_size, state.chain.extend())
+            if not self._config.deposit_decode:
+                full = min(full, state.request.num_prompt_tokens // self._block_size)
+            full = min(full, state.saved + left)
+            if full > state.saved:
+                found.append((state, full))
+                left -= full - state.saved
+        return found
+
+    def _choose(
+        self, state: _Request, start: int, present: npt.NDArray[np.bool_], budget: int
+    ) -> tuple[list[int], int]:
+        """Positions to save, and the position up to which nothing is left to do."""
+        positions: list[int] = []
+        for position in (np.flatnonzero(~present) + start).tolist():
+            key = state.chain.keys[position]
+            if key in self._assigned:
+                continue
+            if len(positions) == budget:
+                self._counters.unsaved_blocks += 1
+                return positions, position
+            self._assigned.add(key)
+            positions.append(position)
+        return positions, start + len(present)
+
+    def _specs(self, output: Any, plans: list[tuple[_Request, list[int]]], grants: Grants) -> list[SaveSpec]:
+        specs = []
+        offset = 0
+        for state, positions in plans:
+            chain = state.chain
+            request_id = state.request.request_id
+            where = slice(offset, offset + len(positions))
+            offset += len(positions)
+            table = np.array(output.kv_connector_block_state.get_block_ids(request_id)[self._group], "<i4")
+            at = np.array(positions)
+            keys = [chain.keys[position] for position in positions]
+            hashes = chain.engine_hashes(positions[0], positions[-1] + 1)[at - positions[0]]
+            specs.append(
+                SaveSpec(
+                    job_id=self._next_job,
+                    request_id=request_id,
+                    pool_token=grants.pool_token,
+                    epoch=grants.epoch,
+                    slots=grants.slots[where].astype("<i4").tobytes(),
+                    generations=grants.generations[where].astype("<u8").tobytes(),
+                    block_ids=table[at].tobytes(),
+                    keys=b"".join(keys),
+                    parents=b"".join(chain.parent(position) for position in positions),
+                    engine_hashes=hashes.astype("<u8").tobytes(),
+                    positions=at.astype("<u4").tobytes(),
+                )
+            )
+            self._jobs[self._next_job] = _Job(request_id, keys, self._ranks)
+            state.jobs.add(self._next_job)
+            self._next_job += 1
+        return specs
+
+    def _job_done(self, job_id: int, ranks: int) -> None:
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        job.ranks_left -= ranks
+        if job.ranks_left > 0:
+            return
+        del self._jobs[job_id]
+        self._assigned.difference_update(job.keys)
+        state = self._requests.get(job.request_id)
+        if state is not None:
+            state.jobs.discard(job_id)
+
+
+def _leading(mask: npt.NDArray[np.bool_]) -> int:
+    """Number of True entries before the first False."""
+    misses = np.flatnonzero(~mask)
+    return int(misses[0]) if len(misses) else len(mask)
+
+
+def _mark(present: npt.NDArray[np.bool_], first: int, other_first: int, other: npt.NDArray[np.bool_]) -> None:
+    """``present[i]`` is about position ``first + i``: or-in what ``other`` says from ``other_first`` on."""
+    start, stop = max(first, other_first), min(first + len(present), other_first + len(other))
+    if stop > start:
+        present[start - first : stop - first] |= other[start - other_first : stop - other_first]
