@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other guards of the namespace, as their records tell. Pure: a watch feeds it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvcr.config import PeerRecord
+from kvcr.dynamo.etcd import Changes, KeyValue
+from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, record_key
+from kvcr.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+
+class PeerDirectory:
+    """Verified records, by etcd key. One thread."""
+
+    def __init__(
+        self, namespace: str, own_name: str, secret: bytes | None, on_ignored: Callable[[str], None]
+    ) -> None:
+        """``on_ignored`` is called with ``signature`` or ``format`` for each record that is not believed."""
+        self._own_key = record_key(namespace, own_name)
+        self._secret = secret
+        self._on_ignored = on_ignored
+        self._records: dict[str, InstanceRecord] = {}
+        self._refused: dict[str, str] = {}
+
+    def apply(self, changes: Changes) -> bool:
+        """Take in a batch of a watch. True when :meth:`peers` changed."""
+        before = self.peers()
+        for entry in changes.puts:
+            if entry.key != self._own_key:
+                self._put(entry)
+        for key in changes.deletes:
+            self._records.pop(key, None)
+            self._refused.pop(key, None)
+        return self.peers() != before
+
+    def peers(self) -> dict[str, PeerRecord]:
+        """By control endpoint."""
+        return {record.control_endpoint: record.peer() for record in self._records.values()}
+
+    def _put(self, entry: KeyValue) -> None:
+        try:
+            self._records[entry.key] = decode(entry.key, entry.value, self._secret)
+            self._refused.pop(entry.key, None)
+        except (BadSignature, ProtocolError) as error:
+            # What was believed before has been overwritten, by its owner or by somebody else.
+            self._records.pop(entry.key, None)
+            self._on_ignored("signature" if isinstance(error, BadSignature) else "format")
+            if self._refused.get(entry.key) != str(error):
+                log.warning("ignored: %s", error)
+            self._refused[entry.key] = str(error)

@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real guard in a real deployment: Dynamo sees it, NATS carries its inventory, and neither can hurt it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+from dynamo.runtime import Client, DistributedRuntime
+from engine_client import EngineClient, GuardProcess, chain
+
+from kvcr.dynamo.etcd import EtcdClient, connect
+from kvcr.dynamo.leases import revoke_for_pid, revoke_instance, revoke_worker
+from kvcr.dynamo.records import InstanceRecord, decode, encode, record_key
+from kvcr.graph.infra import Server, start_etcd, start_nats
+from kvcr.keys import pack_keys
+from kvcr.protocol.engine import BlockStatus, Source
+from kvcr.protocol.events import Event, Heartbeat, Inventory, event, inventory_subject
+
+GONE_S = 2.0
+"""Within this long everyone must know that a guard is dead."""
+START_S = 20.0
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+class Deployment:
+    """Where the servers are, and what a process of the deployment needs in its environment."""
+
+    def __init__(self, etcd_url: str, nats_url: str, namespace: str, directory: Path) -> None:
+        self.etcd_url = etcd_url
+        self.nats_url = nats_url
+        self.namespace = namespace
+        self.directory = directory
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "ETCD_ENDPOINTS": self.etcd_url,
+            "NATS_SERVER": self.nats_url,
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_LOG": "error",
+        }
+
+    def guard(self, name: str = "g0", *arguments: str, env: dict[str, str] | None = None) -> GuardProcess:
+        return GuardProcess(
+            self.directory,
+            name,
+            "--cluster",
+            "--namespace",
+            self.namespace,
+            *arguments,
+            slots=64,
+            env={**self.environment, **(env or {})},
+        )
+
+    async def etcd(self) -> EtcdClient:
+        return await connect(self.etcd_url)
+
+    async def registered(self, name: str = "g0", secret: bytes | None = None) -> InstanceRecord:
+        async with await self.etcd() as etcd:
+            key = record_key(self.namespace, name)
+
+            async def look() -> InstanceRecord | None:
+                found = await etcd.get(key)
+                return decode(key, found.value, secret) if found is not None else None
+
+            return await eventually(look, f"guard {name} registers", START_S)
+
+    async def status(self, name: str) -> dict[str, Any]:
+        """What a stock Dynamo client gets from the guard's endpoint."""
+        client = await self.client("status")
+        record = await self.registered(name)
+        async with asyncio.timeout(START_S):
+            while record.lease_id not in client.instance_ids():
+                await asyncio.sleep(0.02)
+        return await call(client, record.lease_id, {})
+
+    async def client(self, endpoint: str) -> Client:
+        return await runtime(self).endpoint(f"{self.namespace}.kvcr.{endpoint}").client()
+
+
+_runtimes: dict[int, DistributedRuntime] = {}
+
+
+def runtime(deployment: Deployment) -> DistributedRuntime:
+    """One per event loop, with nothing of KVCR in it."""
+    loop = asyncio.get_running_loop()
+    if id(loop) not in _runtimes:
+        os.environ.update(deployment.environment)
+        _runtimes[id(loop)] = DistributedRuntime(loop, "etcd", "tcp", event_plane="zmq")
+    return _runtimes[id(loop)]
+
+
+@pytest.fixture(autouse=True)
+async def _runtimes_end() -> AsyncIterator[None]:
+    yield
+    made = _runtimes.pop(id(asyncio.get_running_loop()), None)
+    if made is not None:
+        made.shutdown()
+
+
+@pytest.fixture
+def deployment(etcd: Server, nats_server: Server, namespace: str, shm_dir: Path) -> Deployment:
+    return Deployment(etcd.url, nats_server.url, namespace, shm_dir)
+
+
+async def eventually(look: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+    """The first true value of ``look`` (a function, or a coroutine function)."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = look()
+        if asyncio.iscoroutine(value):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def call(client: Client, instance: int, request: dict[str, Any]) -> dict[str, Any]:
+    answers = [answer async for answer in await client.direct(request, instance, annotated=False)]
+    assert len(answers) == 1
+    found: dict[str, Any] = answers[0]
+    return found
+
+
+@contextlib.asynccontextmanager
+async def listening(deployment: Deployment, guard: str) -> AsyncIterator[list[Event]]:
+    """What a router hears of one guard."""
+    heard: list[Event] = []
+
+    async def take(message: Any) -> None:
+        heard.append(event.decode(message.data))
+
+    connection = await nats.connect(deployment.nats_url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+    await connection.subscribe(inventory_subject(deployment.namespace, guard), cb=take)
+    await connection.flush()
+    try:
+        yield heard
+    finally:
+        await connection.close()
+
+
+def inventories(heard: list[Event]) -> list[Inventory]:
+    return [message for message in heard if isinstance(message, Inventory)]
+
+
+def heartbeats(heard: list[Event]) -> list[Heartbeat]:
+    return [message for message in heard if isinstance(message, Heartbeat)]
+
+
+# --- registration ----------------------------------------------------------------------------------
+
+
+async def test_a_stock_client_sees_the_guard_and_calls_its_endpoints(deployment: Deployment) -> None:
+    with deployment.guard() as guard, EngineClient(guard, "engine") as engine:
+        root, keys = chain(3, "tenant")
+        engine.deposit(keys, root)
+        status = await deployment.status("g0")
+        assert status["name"] == "g0"
+        assert status["cluster"]["runtimes"] == 1
+
+        record = await deployment.registered()
+        inspect = await deployment.client("inspect")
+        await inspect.wait_for_instances()
+        found = await call(inspect, record.lease_id, {"keys": [key.hex() for key in keys]})
+        assert "error" not in found
+        assert await call(inspect, record.lease_id, {"keys": pack_keys(keys)}) == found
+        assert (await call(inspect, record.lease_id, {"keys": ["xyz"]}))["error"] == "ProtocolError"
+
+        control = await deployment.client("control")
+        await control.wait_for_instances()
+        identity = await call(control, record.lease_id, {"op": "identity"})
+        assert (identity["name"], identity["control_endpoint"]) == ("g0", guard.endpoint)
+        beat = await call(control, record.lease_id, {"op": "heartbeat"})
+        assert beat["count"] == 3
+        assert (await call(control, record.lease_id, {"op": "dance"}))["error"] == "ProtocolError"
+
+
+async def test_the_record_follows_the_guard(deployment: Deployment) -> None:
+    (deployment.directory / "topology").mkdir()
+    (deployment.directory / "topology" / "rdma_domain").write_text("rackA\n")
+    topology = {
+        "DYN_TOPOLOGY_ENABLED": "true",
+        "DYN_TOPOLOGY_MOUNT_PATH": str(deployment.directory / "topology"),
+    }
+    with deployment.guard(env=topology) as guard:
+        record = await deployment.registered()
+        assert (record.pid, record.host) == (guard.pid, socket.gethostname())
+        assert (record.layout, record.block_size, record.state) == (None, 0, "EMPTY")
+        assert record.topology_domains == {"rdma_domain": "rackA"}
+        async with await deployment.etcd() as etcd:
+            stored = await etcd.get(record_key(deployment.namespace, "g0"))
+            assert stored is not None
+            assert stored.lease == record.lease_id
+            instances = await etcd.get_prefix(f"v1/instances/{deployment.namespace}/kvcr/")
+            assert {entry.lease for entry in instances.values} == {record.lease_id}
+            assert len(instances.values) == 3
+        with EngineClient(guard, "engine") as engine:
+
+            async def attached() -> bool:
+                now = await deployment.registered()
+                return (now.layout, now.state, now.engine_namespace) == (engine.layout, "STANDBY", "test")
+
+            await eventually(attached, "the record names the engine's layout")
+            now = await deployment.registered()
+            assert now.block_size == engine.layout.block_size
+            assert now.layout_digest == engine.layout.digest()
+            assert now.lease_id == record.lease_id
+
+
+async def test_a_record_that_somebody_deleted_comes_back(deployment: Deployment) -> None:
+    with deployment.guard():
+        record = await deployment.registered()
+        async with await deployment.etcd() as etcd:
+            await etcd.delete(record_key(deployment.namespace, "g0"))
+        assert await deployment.registered() == record
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_dead_guard_is_gone_from_every_client_within_2_s(
+    deployment: Deployment, how: signal.Signals
+) -> None:
+    with deployment.guard() as guard:
+        client = await deployment.client("status")
+        record = await deployment.registered()
+        await eventually(lambda: record.lease_id in client.instance_ids(), "the client sees the guard")
+        started = time.monotonic()
+        guard.process.send_signal(how)
+        if how is signal.SIGKILL:
+            await asyncio.to_thread(guard.process.wait)
+            async with await deployment.etcd() as etcd:
+                host = socket.gethostname()
+                assert await revoke_for_pid(etcd, deployment.namespace, host, guard.pid + 1) == []
+                assert await revoke_for_pid(etcd, deployment.namespace, "elsewhere", guard.pid) == []
+                revoked = await revoke_for_pid(etcd, deployment.namespace, host, guard.pid)
+                assert revoked == [record.lease_id]
+        await eventually(lambda: not client.instance_ids(), "the client forgets the guard", GONE_S)
+        assert time.monotonic() - started < GONE_S
+        async with await deployment.etcd() as etcd:
+            assert await etcd.get(record_key(deployment.namespace, "g0")) is None
+            assert not (await etcd.get_prefix(f"v1/instances/{deployment.namespace}/")).values
+        if how is signal.SIGTERM:
+            assert await asyncio.to_thread(guard.process.wait) == 0
+            assert time.monotonic() - started < 2.5
+
+
+async def test_a_restarted_guard_removes_its_predecessor(deployment: Deployment) -> None:
+    with deployment.guard() as first:
+        before = await deployment.registered()
+        client = await deployment.client("status")
+        await eventually(lambda: before.lease_id in client.instance_ids(), "the client sees the guard")
+        first.process.kill()
+        first.process.wait()
+        with deployment.guard() as second:
+            await eventually(lambda: before.lease_id not in client.instance_ids(), "the predecessor is gone")
+            after = await deployment.registered()
+            assert after.pid == second.pid
+            assert after.incarnation != before.incarnation
+            await eventually(lambda: client.instance_ids() == [after.lease_id], "only the successor is seen")
+
+
+async def test_two_guards_of_one_name_do_not_fight(deployment: Deployment) -> None:
+    with deployment.guard() as first:
+        await deployment.registered()
+        # Another pool, the same name: a mistake in a deployment.
+        other = Deployment(
+            deployment.etcd_url, deployment.nats_url, deployment.namespace, deployment.directory / "other"
+        )
+        other.directory.mkdir()
+        with other.guard() as second:
+
+            async def taken() -> bool:
+                return (await deployment.registered()).pid == second.pid
+
+            await eventually(taken, "the second takes the place")
+            await eventually(lambda: "is taken by" in first.log_path.read_text(), "the first says so")
+            lease = (await deployment.registered()).lease_id
+            await asyncio.sleep(2)
+            assert (await deployment.registered()).lease_id == lease
+
+        # And when the second leaves, the first is back.
+        async def back() -> bool:
+            return (await deployment.registered()).pid == first.pid
+
+        await eventually(back, "the first registers again")
+
+
+async def test_a_lost_lease_makes_another_runtime(deployment: Deployment) -> None:
+    with deployment.guard() as guard:
+        before = await deployment.registered()
+        async with await deployment.etcd() as etcd:
+            assert await revoke_instance(etcd, deployment.namespace, "g0")
+            assert not await revoke_instance(etcd, deployment.namespace, "nobody")
+
+        async def again() -> bool:
+            return (await deployment.registered()).lease_id != before.lease_id
+
+        await eventually(again, "the guard registers again", START_S)
+        assert (await deployment.status("g0"))["cluster"]["runtimes"] == 2
+        assert guard.process.poll() is None
+
+
+# --- peers -----------------------------------------------------------------------------------------
+
+
+async def test_guards_learn_of_each_other_and_ignore_what_is_not_signed(deployment: Deployment) -> None:
+    secret_file = deployment.directory / "secret"
+    secret_file.write_bytes(SECRET)
+    secured = ("--secret-file", str(secret_file))
+    with deployment.guard("g0", *secured) as first, deployment.guard("g1", *secured) as second:
+        record = await deployment.registered("g1", SECRET)
+        assert record.curve_key == second.ready["public_key"]
+
+        await eventually(lambda: _knows(deployment, "g0", second.endpoint), "g0 knows g1")
+        await eventually(lambda: _knows(deployment, "g1", first.endpoint), "g1 knows g0")
+
+        ignored = 'kvcr_cluster_records_ignored_total{reason="signature"}'
+        forged = msgspec.structs.replace(record, name="evil", control_endpoint="tcp://127.0.0.1:9")
+        async with await deployment.etcd() as etcd:
+            for secret in (None, b"guessed by the attacker"):
+                await etcd.put(record_key(deployment.namespace, "evil"), encode(forged, secret))
+            await eventually(lambda: first.metrics().get(ignored) == 2, "two records are ignored and counted")
+            assert not await _knows(deployment, "g0", "tcp://127.0.0.1:9")
+            await etcd.put(record_key(deployment.namespace, "evil"), encode(forged, SECRET))
+            await eventually(
+                lambda: _knows(deployment, "g0", "tcp://127.0.0.1:9"), "the signed one is believed"
+            )
+            await etcd.delete(record_key(deployment.namespace, "evil"))
+
+
+async def _knows(deployment: Deployment, name: str, endpoint: str) -> bool:
+    """Whether a guard believes that there is a peer at ``endpoint``."""
+    return endpoint in (await deployment.status(name))["cluster"]["peers"]
+
+
+async def test_a_discovered_peer_is_read_from(deployment: Deployment) -> None:
+    secret_file = deployment.directory / "secret"
+    secret_file.write_bytes(SECRET)
+    secured = ("--secret-file", str(secret_file))
+    with (
+        deployment.guard("g0", *secured) as target_guard,
+        deployment.guard("g1", *secured) as source_guard,
+        EngineClient(target_guard, "engine-0") as target,
+        EngineClient(source_guard, "engine-1") as source,
+    ):
+        root, keys = chain(8, "tenant")
+        source.deposit(keys, root)
+        await eventually(lambda: _knows(deployment, "g0", source_guard.endpoint), "g0 knows g1")
+        _, progress = await asyncio.to_thread(
+            target.fetch, "r", keys, root, [Source(source_guard.endpoint, 0, len(keys))]
+        )
+        assert set(progress.statuses) == {BlockStatus.OK}
+        assert all(target.right(keys))
+
+
+# --- engines that died -----------------------------------------------------------------------------
+
+
+async def test_the_worker_of_a_dead_engine_is_revoked(deployment: Deployment) -> None:
+    """Cards as ``dynamo.vllm`` writes them, one beside the guard and one beside another."""
+    with deployment.guard() as guard:
+        await deployment.registered()
+        async with await deployment.etcd() as etcd:
+            beside, elsewhere = await etcd.grant_lease(60), await etcd.grant_lease(60)
+            prefix = f"v1/mdc/{deployment.namespace}/backend/generate/"
+            await etcd.put(f"{prefix}{beside:x}", card(guard.endpoint), lease=beside)
+            await etcd.put(f"{prefix}{elsewhere:x}", card("tcp://127.0.0.1:9"), lease=elsewhere)
+            await etcd.put(f"{prefix}junk", b"\xff{")
+            assert await revoke_worker(etcd, deployment.namespace, guard.endpoint, lambda: False) == []
+            # An engine in a process of its own, so that it can die.
+            engine = subprocess.Popen(
+                [sys.executable, "-c", ENGINE, guard.ready["socket"], str(guard.pool_dir)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdout=subprocess.PIPE,
+            )
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == b"attached\n"
+            await asyncio.sleep(2.5)
+            assert await etcd.get(f"{prefix}{beside:x}") is not None
+            engine.kill()
+            engine.wait()
+            engine.stdout.close()
+
+            async def gone() -> bool:
+                return await etcd.get(f"{prefix}{beside:x}") is None
+
+            await eventually(gone, "the dead engine's worker is revoked")
+            assert await etcd.get(f"{prefix}{elsewhere:x}") is not None
+            await etcd.revoke(elsewhere)
+            await etcd.delete(f"{prefix}junk")
+
+
+def card(control_endpoint: str) -> bytes:
+    ranks = msgspec.json.encode({"0": control_endpoint}).decode()
+    runtime_config = {"runtime_data": {"router_hint_source_control_endpoints": ranks}}
+    return msgspec.json.encode({"type": "Model", "card_json": {"runtime_config": runtime_config}})
+
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from engine_client import EngineClient
+client = EngineClient(SimpleNamespace(ready={"socket": sys.argv[1]}), "mortal")
+print("attached", flush=True)
+time.sleep(60)
+"""
+
+
+# --- events ----------------------------------------------------------------------------------------
+
+
+async def test_inventory_and_heartbeats_arrive_on_nats(deployment: Deployment) -> None:
+    with deployment.guard() as guard, EngineClient(guard, "engine") as engine:
+        async with listening(deployment, "g0") as heard:
+            first = await eventually(lambda: heartbeats(heard), "a heartbeat")
+            assert (first[0].guard, first[0].count, first[0].digest) == ("g0", 0, 0)
+            root, keys = chain(5, "tenant")
+            await asyncio.to_thread(engine.deposit, keys, root)
+            await eventually(lambda: inventories(heard), "an inventory batch")
+            await eventually(lambda: heartbeats(heard)[-1].count == 5, "a heartbeat that counts 5 blocks")
+            batches = inventories(heard)
+            assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+            assert b"".join(batch.stored_keys for batch in batches) == pack_keys(keys)
+            beat = heartbeats(heard)[-1]
+            assert beat.sequence == batches[-1].sequence
+            digest = 0
+            for key in keys:
+                digest ^= int.from_bytes(key[:8], "little")
+            assert beat.digest == digest
+            # A heartbeat never tells of a batch that is still to come.
+            seen = 0
+            for message in heard:
+                if isinstance(message, Inventory):
+                    seen = message.sequence
+                elif isinstance(message, Heartbeat):
+                    assert message.sequence == seen
+
+
+# --- servers that are late, or go ------------------------------------------------------------------
+
+
+async def test_etcd_and_nats_may_start_after_the_guard(
+    namespace: str, shm_dir: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    etcd_port, nats_port = free_port(), free_port()
+    late = Deployment(f"http://127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}", namespace, shm_dir)
+    with late.guard() as guard, EngineClient(guard, "engine") as engine:
+        root, keys = chain(2, "tenant")
+        # The guard serves its engine meanwhile.
+        engine.deposit(keys, root)
+        await asyncio.sleep(1.5)
+        etcd = await asyncio.to_thread(start_etcd, tmp_path / "etcd", tmp_path / "etcd.log", port=etcd_port)
+        try:
+            # Registered before NATS is there.
+            assert (await late.registered()).pid == guard.pid
+            server = await asyncio.to_thread(
+                start_nats, tmp_path / "nats", tmp_path / "nats.log", port=nats_port
+            )
+            try:
+                async with listening(late, "g0") as heard:
+                    beats = await eventually(lambda: heartbeats(heard), "a heartbeat")
+                    # What was published before NATS was there is lost, and the heartbeat says so.
+                    assert (beats[0].count, beats[0].sequence) == (2, 1)
+                    assert (await late.status("g0"))["cluster"]["batches_dropped"] == 1
+            finally:
+                await asyncio.to_thread(server.stop)
+        finally:
+            await asyncio.to_thread(etcd.stop)
+
+
+async def test_events_go_on_after_nats_was_restarted(deployment: Deployment, tmp_path: Path) -> None:
+    server = await asyncio.to_thread(start_nats, tmp_path / "nats", tmp_path / "nats.log")
+    own = Deployment(deployment.etcd_url, server.url, deployment.namespace, deployment.directory)
+    try:
+        with own.guard() as guard, EngineClient(guard, "engine") as engine:
+            async with listening(own, "g0") as heard:
+                await eventually(lambda: heartbeats(heard), "a heartbeat")
+                await asyncio.to_thread(server.kill)
+                root, keys = chain(2, "lost")
+                await asyncio.to_thread(engine.deposit, keys, root)
+                await asyncio.sleep(1.5)
+                server = await asyncio.to_thread(
+                    start_nats, tmp_path / "nats", tmp_path / "nats.log", port=server.port
+                )
+                heard.clear()
+                await eventually(lambda: heartbeats(heard), "a heartbeat after the restart")
+                root, keys = chain(3, "kept")
+                await asyncio.to_thread(engine.deposit, keys, root)
+                batch = (await eventually(lambda: inventories(heard), "a batch after the restart"))[0]
+                assert batch.stored_keys == pack_keys(keys)
+                # The gap that routers repair.
+                assert batch.sequence == 2
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_the_guard_outlives_its_lease_when_etcd_stops(
+    namespace: str, shm_dir: Path, tmp_path: Path
+) -> None:
+    """etcd stands still for longer than the lease lives: the runtime ends for good, the guard does not."""
+    etcd = await asyncio.to_thread(start_etcd, tmp_path / "etcd", tmp_path / "etcd.log")
+    own = Deployment(etcd.url, "nats://127.0.0.1:9", namespace, shm_dir)
+    try:
+        with own.guard(env={"ETCD_LEASE_TTL": "3"}) as guard, EngineClient(guard, "engine") as engine:
+            before = await own.registered()
+            etcd.pause()
+            root, keys = chain(2, "tenant")
+            engine.deposit(keys, root)
+            await asyncio.sleep(8)
+            etcd.resume()
+
+            async def again() -> bool:
+                return (await own.registered()).lease_id != before.lease_id
+
+            await eventually(again, "the guard registers again", START_S)
+            assert all(engine.right(keys))
+            assert guard.metrics()["kvcr_cluster_runtimes_total"] >= 2
+    finally:
+        etcd.resume()
+        await asyncio.to_thread(etcd.stop)
+
+
+async def test_a_stop_does_not_wait_for_an_etcd_that_stands_still(
+    namespace: str, shm_dir: Path, tmp_path: Path
+) -> None:
+    etcd = await asyncio.to_thread(start_etcd, tmp_path / "etcd", tmp_path / "etcd.log")
+    own = Deployment(etcd.url, "nats://127.0.0.1:9", namespace, shm_dir)
+    try:
+        with own.guard() as guard:
+            await own.registered()
+            etcd.pause()
+            started = time.monotonic()
+            guard.process.terminate()
+            await asyncio.to_thread(guard.process.wait, 5)
+            assert time.monotonic() - started < 2.2
+    finally:
+        etcd.resume()
+        await asyncio.to_thread(etcd.stop)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which records of other guards are believed, and where the host stands in the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcr.dynamo.etcd import Changes, KeyValue, endpoints_from_environment, tls_from_environment
+from kvcr.dynamo.etcd.base import changes_of, prefix_end
+from kvcr.dynamo.peers import PeerDirectory
+from kvcr.dynamo.records import InstanceRecord, encode, record_key
+from kvcr.dynamo.topology import read_topology
+
+SECRET = b"0123456789abcdef"
+
+
+def entry(name: str, secret: bytes | None = SECRET, port: int = 1, revision: int = 1) -> KeyValue:
+    record = InstanceRecord(
+        name=name, namespace="ns", incarnation=1, pid=1, host="h", control_endpoint=f"tcp://127.0.0.1:{port}"
+    )
+    return KeyValue(record_key("ns", name), encode(record, secret), 0, revision)
+
+
+@pytest.fixture
+def ignored() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def directory(ignored: list[str]) -> PeerDirectory:
+    return PeerDirectory("ns", "me", SECRET, ignored.append)
+
+
+def test_peers_come_and_go_and_oneself_is_none(directory: PeerDirectory) -> None:
+    assert directory.apply(Changes([entry("me"), entry("a", port=2), entry("b", port=3)], []))
+    assert {peer.name for peer in directory.peers().values()} == {"a", "b"}
+    assert not directory.apply(Changes([entry("a", port=2, revision=9)], []))
+    assert directory.apply(Changes([], [record_key("ns", "a")]))
+    assert list(directory.peers()) == ["tcp://127.0.0.1:3"]
+
+
+def test_what_is_not_believed_is_counted_by_reason(directory: PeerDirectory, ignored: list[str]) -> None:
+    junk = KeyValue(record_key("ns", "junk"), b"\xff{", 0, 1)
+    assert not directory.apply(Changes([entry("a", None), entry("b", b"another secret!!"), junk], []))
+    assert ignored == ["signature", "signature", "format"]
+    assert directory.peers() == {}
+
+
+def test_a_record_overwritten_by_a_forgery_is_believed_no_more(
+    directory: PeerDirectory, ignored: list[str]
+) -> None:
+    directory.apply(Changes([entry("a")], []))
+    assert directory.apply(Changes([entry("a", b"another secret!!")], []))
+    assert directory.peers() == {}
+    assert ignored == ["signature"]
+
+
+def test_of_several_events_for_a_key_the_last_counts() -> None:
+    old, new, gone = entry("a"), entry("a", port=2), KeyValue("gone", b"", 0, 3)
+    assert changes_of([(old, False), (gone, False), (new, False), (gone, True)]) == Changes([new], ["gone"])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "end"), [("a/", b"a0"), ("kvcr/v1/ns/guards/", b"kvcr/v1/ns/guards0"), ("", b"\0")]
+)
+def test_the_end_of_a_prefix(prefix: str, end: bytes) -> None:
+    assert prefix_end(prefix) == end
+
+
+def test_topology_is_read_where_it_is_enabled(tmp_path: Path) -> None:
+    (tmp_path / "rdma_domain").write_text("rackA\n")
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "..data").mkdir()
+    mount = {"DYN_TOPOLOGY_MOUNT_PATH": str(tmp_path)}
+    assert read_topology({**mount, "DYN_TOPOLOGY_ENABLED": "true"}) == {"rdma_domain": "rackA"}
+    assert read_topology({**mount, "DYN_TOPOLOGY_ENABLED": "no"}) == {}
+    assert read_topology({"DYN_TOPOLOGY_MOUNT_PATH": "/nowhere", "DYN_TOPOLOGY_ENABLED": "1"}) == {}
+
+
+def test_etcd_is_found_where_dynamo_finds_it() -> None:
+    assert endpoints_from_environment({"ETCD_ENDPOINTS": "http://a:1,http://b:2"}) == "http://a:1,http://b:2"
+    assert endpoints_from_environment({}) == "http://127.0.0.1:2379"
+    assert tls_from_environment({}) is None
+    tls = tls_from_environment({"ETCD_AUTH_CA": "/ca.pem", "ETCD_AUTH_CLIENT_CERT": "/c.pem"})
+    assert tls is not None
+    assert (tls.ca, tls.certificate, tls.key) == (Path("/ca.pem"), Path("/c.pem"), None)
