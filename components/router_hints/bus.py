@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's connection to NATS. It may be away at any time: nothing waits for it, everything goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+log = logging.getLogger(__name__)
+
+_RECONNECT_S = 1.0
+_CLOSE_S = 2.0
+
+
+class Bus:
+    """One connection, kept up in the background. One event loop."""
+
+    def __init__(self, url: str, name: str, on_dropped: Callable[[], None]) -> None:
+        self._url = url
+        self._name = name
+        self._on_dropped = on_dropped
+        self._client: Client | None = None
+        self._wanted: list[tuple[str, Callable[[bytes], None]]] = []
+        self._on_connect: list[Callable[[Client], Awaitable[None]]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._down = False
+
+    def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> None:
+        """Call back with every message on ``subject``; to be called before :meth:`start`.
+
+        The callback must not block; an exception in it is logged and costs that message.
+        """
+        self._wanted.append((subject, callback))
+
+    def on_connect(self, callback: Callable[[Client], Awaitable[None]]) -> None:
+        """Await ``callback`` with the connection, now and after each reconnect."""
+        self._on_connect.append(callback)
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._connect())
+
+    @property
+    def connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def client(self) -> Client | None:
+        """The connection, once there was one; it may be reconnecting."""
+        return self._client
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Send, or drop and count while NATS is away."""
+        client = self._client
+        if client is None or not client.is_connected:
+            self._on_dropped()
+            return
+        try:
+            await client.publish(subject, payload)
+        except nats.errors.Error as error:
+            log.warning("event on %s dropped: %s", subject, error)
+            self._on_dropped()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._client is not None:
+            with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+                await asyncio.wait_for(self._client.close(), _CLOSE_S)
+
+    async def _connect(self) -> None:
+        while True:
+            try:
+                client = await nats.connect(
+                    self._url,
+                    name=self._name,
+                    allow_reconnect=True,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_S,
+                    connect_timeout=2,
+                    error_cb=self._troubled,
+                    disconnected_cb=self._disconnected,
+                    reconnected_cb=self._reconnected,
+                )
+                break
+            except (nats.errors.Error, OSError, TimeoutError) as error:
+                await self._troubled(error)
+                await asyncio.sleep(_RECONNECT_S)
+        self._client = client
+        for subject, callback in self._wanted:
+            await client.subscribe(subject, cb=_handler(subject, callback))
+        await self._reconnected()
+
+    async def _reconnected(self) -> None:
+        if self._down:
+            log.info("NATS at %s is back", self._url)
+        self._down = False
+        if self._client is not None:
+            for callback in self._on_connect:
+                await callback(self._client)
+
+    async def _disconnected(self) -> None:
+        await self._troubled(ConnectionError("connection lost"))
+
+    async def _troubled(self, error: Exception) -> None:
+        """Say it once, not at every attempt."""
+        if not self._down:
+            log.warning(
+                "NATS at %s: %s; routing goes on, events and hint copies wait for it", self._url, error
+            )
+        self._down = True
+
+
+def _handler(subject: str, callback: Callable[[bytes], None]) -> Callable[[Msg], Awaitable[None]]:
+    async def handle(message: Msg) -> None:
+        try:
+            callback(message.data)
+        except Exception:
+            # nats-py ends the subscription's task on an exception, which would deafen us for good.
+            log.exception("message of %d bytes on %s", len(message.data), subject)
+
+    return handle

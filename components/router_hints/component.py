@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as a Dynamo component: everything is built here, started, and taken down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
+from dynamo.runtime import Client, DistributedRuntime
+
+from kvcr.errors import ProtocolError
+from router_hints.bus import Bus
+from router_hints.costs import CostModel
+from router_hints.discovery import Discovery
+from router_hints.dispatch import Books, Context, Dispatcher
+from router_hints.explain import PlanLog
+from router_hints.guards import GuardDirectory
+from router_hints.index import LocationIndex
+from router_hints.inventory import InventoryClient
+from router_hints.ledger import Ledger
+from router_hints.locations import LocationPublisher, kv_events_subject
+from router_hints.metrics import Metrics
+from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
+from router_hints.placement import Placement
+from router_hints.settings import RouterSettings
+from router_hints.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_WAIT_S = 0.2
+
+
+class RouterComponent:
+    """One router on one runtime. One event loop."""
+
+    def __init__(self, settings: RouterSettings, runtime: DistributedRuntime) -> None:
+        self._settings = settings
+        self._runtime = runtime
+        self._metrics = Metrics()
+        self._workers = WorkerTable(settings.block_size)
+        self._guards = GuardDirectory()
+        self._index = LocationIndex(max_blocks=settings.index_blocks)
+        self._ledger = Ledger()
+        self._costs = CostModel(settings.costs)
+        self._plans = PlanLog(settings.kept_plans)
+        self._alive: set[int] = set()
+        self._publishing = False
+        endpoint = runtime.endpoint(f"{settings.namespace}.{settings.component}.generate")
+        self._endpoint = endpoint
+        self._name = f"{settings.component}-{endpoint.connection_id():x}"
+        self._bus = Bus(settings.nats_url, f"kvcr {self._name}", self._metrics.bus_dropped.inc)
+        self._locations = LocationPublisher(
+            self._bus,
+            settings.namespace,
+            self._name,
+            self._metrics,
+            publishes=lambda: self._publishing,
+            worker_of=self._worker_beside,
+            guard_of=self._guard_beside,
+        )
+        self._inventory = InventoryClient(
+            self._index,
+            self._guards,
+            self._metrics,
+            self._name,
+            settings.secret,
+            on_batch=self._locations.inventory,
+            on_snapshot=self._locations.snapshot,
+        )
+        self._discovery = Discovery(
+            settings,
+            self._workers,
+            self._guards,
+            on_guard=self._inventory.admit,
+            on_guard_gone=self._forget_guard,
+        )
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until the runtime shuts down. ``stopping`` ends the wait for the first worker early."""
+        settings = self._settings
+        self._subscribe()
+        self._bus.start()
+        self._locations.start()
+        self._inventory.start()
+        await self._discovery.start()
+        upkeep: asyncio.Task[None] | None = None
+        try:
+            workers = self._runtime.endpoint(
+                f"{settings.namespace}.{settings.worker_component}.{settings.worker_endpoint}"
+            )
+            client = await workers.client()
+            own = await self._endpoint.client()
+            overlap = G1Overlap(workers, settings.block_size)
+            upkeep = asyncio.get_running_loop().create_task(self._keep_up(client, own))
+            if not await self._first_worker(stopping):
+                return
+            await self._serve(self._dispatcher(client, overlap))
+        finally:
+            if upkeep is not None:
+                upkeep.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await upkeep
+            await self._discovery.close()
+            await self._inventory.close()
+            await self._locations.close()
+            await self._bus.close()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _dispatcher(self, client: Client, overlap: G1Overlap) -> Dispatcher:
+        placement = Placement(
+            workers=self._workers,
+            guards=self._guards,
+            index=self._index,
+            ledger=self._ledger,
+            costs=self._costs,
+            metrics=self._metrics,
+            alive=client.instance_ids,
+            overlap=overlap.blocks,
+            silent=self._inventory.silent,
+            deadline_ms=self._settings.deadline_ms,
+        )
+
+        async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
+            stream: AsyncIterator[Any] = await client.direct(
+                request, worker_id, annotated=False, context=context
+            )
+            return stream
+
+        return Dispatcher(
+            placement,
+            send,
+            Books(
+                workers=self._workers,
+                guards=self._guards,
+                ledger=self._ledger,
+                costs=self._costs,
+                metrics=self._metrics,
+                plans=self._plans,
+                publish=self._bus.publish,
+                namespace=self._settings.namespace,
+                router=self._name,
+            ),
+        )
+
+    def _subscribe(self) -> None:
+        place = (self._settings.namespace, self._settings.worker_component, self._settings.worker_endpoint)
+        self._bus.subscribe(f"kvcr.v1.{self._settings.namespace}.inventory.>", self._inventory.received)
+        self._bus.subscribe(kv_metrics_subject(*place), self._load_reports)
+        self._bus.subscribe(kv_events_subject(*place), self._kv_events)
+
+    async def _serve(self, dispatcher: Dispatcher) -> None:
+        settings = self._settings
+        self._endpoint.metrics.register_prometheus_expfmt_callback(self._render)
+        # The frontend finds the model here; the workers' own cards have no public endpoints.
+        await register_model(
+            ModelInput.Tokens,
+            ModelType.Chat | ModelType.Completions,
+            self._endpoint,
+            settings.model_path,
+            settings.model_name,
+            worker_type=WorkerType.Aggregated,
+            kv_cache_block_size=settings.block_size,
+        )
+        log.info("router %s serves %s", self._name, settings.model_name)
+        explain = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.explain")
+        await asyncio.gather(
+            self._endpoint.serve_endpoint(
+                dispatcher.generate, metrics_labels=[("model", settings.model_name)]
+            ),
+            # The payload makes /health turn ready once we serve, and is a harmless request for canaries.
+            explain.serve_endpoint(self._explain, health_check_payload={"last": 1}),
+        )
+
+    async def _explain(self, query: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
+        """Plans by ``plan_id`` or ``request_id``, or the ``last`` N ones."""
+        query = query or {}
+        yield self._plans.find(
+            plan_id=str(query.get("plan_id") or ""),
+            request_id=str(query.get("request_id") or ""),
+            last=int(query.get("last") or 20),
+        )
+
+    # --- what changes around us --------------------------------------------------------------------
+
+    async def _first_worker(self, stopping: asyncio.Event) -> bool:
+        """Wait until there is a worker to route to; False when asked to stop first."""
+        said = False
+        while not self._workers.ready(self._alive, float("inf")):
+            if not said:
+                log.info("router %s waits for workers of %s", self._name, self._settings.worker_component)
+                said = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT_S):
+                    await stopping.wait()
+            if stopping.is_set():
+                return False
+        return True
+
+    async def _keep_up(self, client: Client, own: Client) -> None:
+        """Notice workers that come and go, and whether we are the replica that publishes locations."""
+        last_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            self._costs.relax(now_s - last_s)
+            last_s = now_s
+            alive = set(client.instance_ids())
+            for worker_id in self._alive - alive:
+                self._forget_worker(worker_id)
+            self._alive = alive
+            self._publishing = min(own.instance_ids(), default=0) in (0, self._endpoint.connection_id())
+            await asyncio.sleep(_TICK_S if self._workers.ready(alive, float("inf")) else _WAIT_S)
+
+    def _forget_worker(self, worker_id: int) -> None:
+        self._locations.worker_gone(worker_id)
+        card = self._workers.card(worker_id)
+        for rank in range(card.first_rank, card.first_rank + card.ranks):
+            self._costs.forget((worker_id, rank))
+        self._ledger.forget_worker(worker_id)
+        self._workers.forget(worker_id)
+
+    def _forget_guard(self, name: str) -> None:
+        self._inventory.retire(name)
+        self._costs.forget_guard(name)
+        self._locations.gone(name)
+        with contextlib.suppress(KeyError):
+            self._metrics.index_blocks.remove(name)
+
+    def _load_reports(self, raw: bytes) -> None:
+        now = time.monotonic()
+        for report in decode_reports(raw):
+            self._ledger.report(
+                (report.worker_id, report.dp_rank),
+                prefill_tokens=report.active_prefill_tokens or 0,
+                blocks=report.active_decode_blocks or 0,
+                now_s=now,
+            )
+
+    def _kv_events(self, raw: bytes) -> None:
+        with contextlib.suppress(ProtocolError):
+            self._locations.kv_events(raw)
+
+    def _worker_beside(self, guard: str) -> int:
+        known = self._guards.get(guard)
+        if known is not None:
+            for card in self._workers.cards():
+                if known.endpoint in card.control_endpoints.values():
+                    return card.worker_id
+        return 0
+
+    def _guard_beside(self, worker_id: int) -> str:
+        card = self._workers.card(worker_id)
+        found = self._guards.beside(card, card.first_rank)
+        return found.name if found is not None else ""
+
+    def _render(self) -> str:
+        """Metrics text; gauges are read off now. Called from a thread of the runtime."""
+        metrics, now = self._metrics, time.monotonic()
+        for guard in self._index.guards():
+            metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
+        metrics.index_dropped.set(self._index.dropped_blocks)
+        alive = set(self._alive)
+        routable = {card.worker_id for card in self._workers.ready(alive, float("inf"))}
+        down = {worker_id for worker_id in routable if self._workers.is_down(worker_id, now)}
+        metrics.workers.labels("ready").set(len(routable - down))
+        metrics.workers.labels("down").set(len(down))
+        metrics.workers.labels("refused").set(len(alive - routable))
+        metrics.unguarded_ranks.set(
+            sum(
+                self._guards.beside(card, rank) is None
+                for card in self._workers.cards()
+                for rank in card.control_endpoints
+            )
+        )
+        return metrics.render()

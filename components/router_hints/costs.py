@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What things cost: seconds for a prefill, seconds for a copy. Defaults first, then what was seen.
+
+Pure: observations come with their durations, nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from router_hints.topology import Link
+
+Rank = tuple[int, int]
+"""One engine replica: Dynamo worker id and data-parallel rank."""
+
+_MEMORY = 0.95
+"""Weight left of an observation after each further one: about the last twenty count."""
+_PRIOR_WEIGHT = 0.5
+_PRIOR_TOKENS = 4096.0
+_MIN_TOKENS_PER_S = 1.0
+_COPY_WEIGHT = 0.2
+_COPY_SAMPLE_BYTES = 256 * 1024
+"""Shorter copies measure latency, not bandwidth."""
+_SLOWEST_COPY = 0.02
+"""One observation may not claim less than this part of the default bandwidth: a first output is late
+for many reasons, and a link believed dead is never measured again."""
+
+
+_FASTEST_COPY = 2.0
+"""Nor more than this times what is known: the copy's share of a first output is a difference of estimates."""
+_HALF_LIFE_S = 60.0
+"""A link that was slow is tried again: what is known of it fades to the default."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults until something better is known, and the prices of things nobody measures."""
+
+    prefill_tokens_per_s: float = 8000.0
+    overhead_s: float = 0.01
+    """From dispatch to first output with nothing to compute."""
+    host_bytes_per_s: float = 3e9
+    domain_bytes_per_s: float = 1e9
+    far_bytes_per_s: float = 2e8
+    copy_latency_s: float = 0.003
+    """Lease, validation and commit of one copy, whatever its size."""
+    load_bytes_per_s: float = 5e9
+    """Pool to engine memory on one host."""
+    slot_wait_s: float = 0.2
+    """Expected wait for each request ahead when the engine's batch is full."""
+    decode_s: float = 0.002
+    """How much each running request slows a prefill down."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Straight line of one worker: first output after ``overhead_s + tokens / tokens_per_s``."""
+
+    tokens_per_s: float
+    overhead_s: float
+
+    def seconds(self, tokens: float) -> float:
+        return tokens / self.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One directed link between two guards."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+class _Line:
+    """Weighted least squares of seconds over tokens, drawn to a prior so that it is always defined."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        self._weight = self._weight * _MEMORY + 1.0
+        self._x = self._x * _MEMORY + x
+        self._y = self._y * _MEMORY + y
+        self._xx = self._xx * _MEMORY + x * x
+        self._xy = self._xy * _MEMORY + x * y
+
+    def fit(self, prior: Prefill) -> Prefill:
+        weight, sx, sy, sxx, sxy = self._weight, self._x, self._y, self._xx, self._xy
+        for x in (0.0, _PRIOR_TOKENS):
+            y = prior.overhead_s + prior.seconds(x)
+            weight += _PRIOR_WEIGHT
+            sx += _PRIOR_WEIGHT * x
+            sy += _PRIOR_WEIGHT * y
+            sxx += _PRIOR_WEIGHT * x * x
+            sxy += _PRIOR_WEIGHT * x * y
+        spread = weight * sxx - sx * sx
+        slope = (weight * sxy - sx * sy) / spread if spread > 0 else 0.0
+        if slope <= 0:
+            # Everything seen took the same time: call it all prefill, the safe side for reuse.
+            slope = max(sy / max(sx, 1.0), 1e-9)
+        overhead = max(0.0, (sy - slope * sx) / weight)
+        return Prefill(max(_MIN_TOKENS_PER_S, 1.0 / slope), overhead)
+
+
+class CostModel:
+    """Prices for the planner. One thread."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self._default = Prefill(self.settings.prefill_tokens_per_s, self.settings.overhead_s)
+        self._fleet = _Line()
+        self._unseen = self._default
+        """what is assumed of a worker not seen yet: that it is like the others"""
+        self._lines: dict[Rank, _Line] = {}
+        self._fits: dict[Rank, Prefill] = {}
+        self._rates = np.array(
+            [self.settings.host_bytes_per_s, self.settings.domain_bytes_per_s, self.settings.far_bytes_per_s]
+        )
+        """default bytes/s by :class:`Link`"""
+        self._copies: dict[str, dict[str, tuple[float, Link]]] = {}
+        """measured bytes/s by target and source"""
+
+    def prefill(self, rank: Rank) -> Prefill:
+        return self._fits.get(rank, self._unseen)
+
+    def copy(self, source: str, target: str, link: Link) -> Copy:
+        """Price of a copy from one guard to another that is ``link`` away."""
+        known = self._copies.get(target, {}).get(source)
+        rate = known[0] if known is not None else self._rates[link]
+        return Copy(float(rate), self.settings.copy_latency_s)
+
+    def copies(
+        self, sources: Sequence[str], target: str, links: npt.NDArray[np.int8]
+    ) -> tuple[npt.NDArray[np.float64], float]:
+        """The same from many sources to one target: bytes/s of each, and the latency of all."""
+        rates = self._rates[links]
+        for row, source in enumerate(sources if target in self._copies else ()):
+            known = self._copies[target].get(source)
+            if known is not None:
+                rates[row] = known[0]
+        return rates, self.settings.copy_latency_s
+
+    def observe_prefill(self, rank: Rank, tokens: int, seconds: float) -> None:
+        """A request that waited for nobody gave its first output after this time."""
+        if tokens < 1 or seconds <= 0:
+            return
+        self._fleet.observe(float(tokens), seconds)
+        self._unseen = self._fleet.fit(self._default)
+        # With the fleet as its prior: were an unseen worker priced by a default, the first one measured
+        # would look better or worse than the rest for no reason, and get everything or nothing.
+        line = self._lines.setdefault(rank, _Line())
+        line.observe(float(tokens), seconds)
+        self._fits[rank] = line.fit(self._unseen)
+
+    def observe_copy(self, source: str, target: str, link: Link, byte_count: int, seconds: float) -> None:
+        """A copy of this size took this long, as far as one can tell from the first output."""
+        if byte_count < _COPY_SAMPLE_BYTES:
+            return
+        default = float(self._rates[link])
+        copies = self._copies.setdefault(target, {})
+        known, _ = copies.get(source, (default, link))
+        sample = byte_count / seconds if seconds > 0 else math.inf
+        sample = min(max(sample, default * _SLOWEST_COPY), known * _FASTEST_COPY)
+        copies[source] = ((1 - _COPY_WEIGHT) * known + _COPY_WEIGHT * sample, link)
+
+    def relax(self, seconds: float) -> None:
+        """So much time went by: what is known of links fades."""
+        kept = 0.5 ** (seconds / _HALF_LIFE_S)
+        for copies in self._copies.values():
+            for source, (rate, link) in copies.items():
+                default = float(self._rates[link])
+                copies[source] = (default + (rate - default) * kept, link)
+
+    def forget(self, rank: Rank) -> None:
+        """The worker is gone."""
+        self._lines.pop(rank, None)
+        self._fits.pop(rank, None)
+
+    def forget_guard(self, guard: str) -> None:
+        """The guard is gone, or another one has its name now."""
+        self._copies.pop(guard, None)
+        for copies in self._copies.values():
+            copies.pop(guard, None)

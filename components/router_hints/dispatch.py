@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out plans: sends the request with its hint to the chosen worker and passes its stream through.
+
+A worker that cannot be reached, or goes away before its first output, costs another plan; after the first
+output nothing can be taken back and the error is the client's. Errors of the worker itself pass through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dynamo.llm import HttpError
+from dynamo.llm.exceptions import (
+    CannotConnect,
+    ConnectionTimeout,
+    Disconnected,
+    EngineShutdown,
+    StreamIncomplete,
+    WorkerUnavailable,
+)
+
+from kvcr.errors import ConfigError
+from kvcr.protocol.events import event, hints_subject
+from router_hints.costs import CostModel
+from router_hints.explain import PlanLog
+from router_hints.guards import GuardDirectory
+from router_hints.hints import build_notice
+from router_hints.ledger import Ledger
+from router_hints.metrics import Metrics, RequestOutcome
+from router_hints.placement import Placed, Placement
+from router_hints.planner import NoWorker
+from router_hints.requests import Prompt, read_prompt
+from router_hints.workers import WorkerTable
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+
+_UNREACHABLE = (
+    CannotConnect,
+    ConnectionTimeout,
+    Disconnected,
+    EngineShutdown,
+    StreamIncomplete,
+    WorkerUnavailable,
+)
+_UNREACHABLE_TEXT = "Unavailable: "
+"""How the binding of 1.6.1 spells a refused connection, an unknown instance and a stream that broke off:
+plain Exception or ValueError with this beginning (observed)."""
+
+
+class Context(Protocol):
+    """The part of Dynamo's request context that is used here."""
+
+    @property
+    def metadata(self) -> Any: ...
+    def id(self) -> str: ...
+    def is_stopped(self) -> bool: ...
+
+
+Send = Callable[[dict[str, Any], int, Context], Awaitable[AsyncIterator[Any]]]
+"""``send(request, worker_id, context)`` opens the worker's output stream."""
+Publish = Callable[[str, bytes], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class Books:
+    """Everything a dispatch is written into."""
+
+    workers: WorkerTable
+    guards: GuardDirectory
+    ledger: Ledger
+    costs: CostModel
+    metrics: Metrics
+    plans: PlanLog
+    publish: Publish
+    namespace: str
+    router: str
+    """Name of this router in events."""
+
+
+class Dispatcher:
+    """Handler of the router's endpoint. One event loop."""
+
+    def __init__(self, placement: Placement, send: Send, books: Books) -> None:
+        self._placement = placement
+        self._send = send
+        self._books = books
+        self._notices: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
+        """Serve one request. Raises HttpError where a stock router would fail, or what the worker raised."""
+        begun = time.monotonic()
+        prompt = self._read(request, context.metadata)
+        tried: list[int] = []
+        while True:
+            placed = await self._place(prompt, tried)
+            worker_id = placed.plan.rank[0]
+            attempt = _Attempt(self._books, placed, context.id(), len(tried), begun)
+            self._tell(placed, context.id())
+            try:
+                stream = await self._send(_with_plan(request, placed), worker_id, context)
+                async for output in stream:
+                    attempt.output()
+                    yield output
+            except Exception as error:
+                if context.is_stopped():
+                    # The client left; how its stream ended says nothing about the worker.
+                    return
+                if not _is_unreachable(error):
+                    attempt.outcome = RequestOutcome.ERROR
+                    raise
+                self._books.workers.mark_down(worker_id, time.monotonic())
+                if attempt.started:
+                    attempt.outcome = RequestOutcome.LOST
+                    raise _unavailable(
+                        f"worker {worker_id:x} went away while it was answering: {error}"
+                    ) from error
+                attempt.outcome = RequestOutcome.UNREACHABLE
+                tried.append(worker_id)
+                log.warning(
+                    "request %s: worker %x cannot be reached (%s); planning again",
+                    context.id(),
+                    worker_id,
+                    error,
+                )
+                if len(tried) >= MAX_ATTEMPTS:
+                    raise _unavailable(
+                        f"{len(tried)} workers could not be reached, the last: {error}"
+                    ) from error
+            else:
+                attempt.outcome = RequestOutcome.CANCELLED if context.is_stopped() else RequestOutcome.OK
+                return
+            finally:
+                # Also when the client left and this generator is closed at its yield.
+                attempt.close()
+
+    def _read(self, request: dict[str, Any], metadata: Mapping[str, str]) -> Prompt:
+        try:
+            return read_prompt(request, metadata)
+        except ConfigError as error:
+            self._books.metrics.requests.labels("", RequestOutcome.INVALID.value).inc()
+            raise HttpError(400, str(error)) from error
+
+    async def _place(self, prompt: Prompt, tried: list[int]) -> Placed:
+        try:
+            return await self._placement.place(prompt, tried)
+        except NoWorker as error:
+            self._books.metrics.requests.labels("", RequestOutcome.NO_WORKER.value).inc()
+            raise _unavailable(str(error)) from error
+
+    def _tell(self, placed: Placed, request_id: str) -> None:
+        """Publish a copy of the hint, without making the request wait for it."""
+        hint, made, books = placed.hint, placed.plan, self._books
+        if hint is None or placed.target is None:
+            return
+        for action in hint["actions"]:
+            books.metrics.hints.labels(action["action_type"]).inc()
+        books.metrics.hinted_blocks.inc(made.chosen.copied_blocks)
+        notice = build_notice(made, hint, request_id=request_id, router=books.router)
+        subject = hints_subject(books.namespace, placed.target.name)
+        task = asyncio.get_running_loop().create_task(books.publish(subject, event.encode(notice)))
+        self._notices.add(task)
+        task.add_done_callback(self._notices.discard)
+
+
+class _Attempt:
+    """One dispatch of one plan: its booking, its timing, its place in the books. Closed exactly once."""
+
+    def __init__(self, books: Books, placed: Placed, request_id: str, number: int, begun_s: float) -> None:
+        made = placed.plan
+        self._books = books
+        self._placed = placed
+        self._request_id = request_id
+        self._begun_s = begun_s
+        self._sent_s = time.monotonic()
+        self.started = False
+        self.outcome = RequestOutcome.CANCELLED
+        books.ledger.book(
+            request_id,
+            made.rank,
+            prefill_tokens=made.prefill_tokens,
+            blocks=made.blocks,
+            copies=made.byte_counts,
+        )
+        books.plans.record(made, request_id, number, placed.hint)
+
+    def output(self) -> None:
+        """The worker gave an output; the first one says how long things took."""
+        if self.started:
+            return
+        self.started = True
+        now = time.monotonic()
+        books, made = self._books, self._placed.plan
+        books.ledger.first_output(self._request_id)
+        books.workers.mark_up(made.rank[0])
+        books.plans.first_output(made.plan_id, now - self._sent_s)
+        books.metrics.first_output_seconds.observe(now - self._begun_s)
+        self._learn(now - self._sent_s)
+
+    def close(self) -> None:
+        books, made = self._books, self._placed.plan
+        books.ledger.release(self._request_id)
+        books.plans.ended(made.plan_id, self.outcome.value)
+        books.metrics.requests.labels(f"{made.rank[0]:x}", self.outcome.value).inc()
+
+    def _learn(self, seconds: float) -> None:
+        books, made, target = self._books, self._placed.plan, self._placed.target
+        if made.chosen.wait_s > 0 or made.chosen.load_s > 0:
+            # It shared the worker with others: its time says nothing about prefill or copies.
+            return
+        asked = made.byte_counts
+        if not asked:
+            books.costs.observe_prefill(made.rank, made.prefill_tokens, seconds)
+        elif len(asked) == 1 and target is not None:
+            ((source, byte_count),) = asked.items()
+            link = books.guards.topology.link(source, target.name)
+            books.costs.observe_copy(source, target.name, link, byte_count, seconds - made.chosen.prefill_s)
+
+
+def _with_plan(request: dict[str, Any], placed: Placed) -> dict[str, Any]:
+    """The request as the worker gets it: unchanged but for its place and its hint.
+
+    A hint that came with the request is replaced, also by none: only the router plans.
+    """
+    worker_id, rank = placed.plan.rank
+    planned = dict(request)
+    planned.pop("kv_hint", None)
+    planned["routing"] = dict(request.get("routing") or {}, backend_instance_id=worker_id, dp_rank=rank)
+    if placed.hint is not None:
+        planned["kv_hint"] = placed.hint
+    return planned
+
+
+def _is_unreachable(error: Exception) -> bool:
+    return isinstance(error, _UNREACHABLE) or str(error).startswith(_UNREACHABLE_TEXT)
+
+
+def _unavailable(text: str) -> HttpError:
+    # Dynamo's own WorkerUnavailable would make the frontend take this router out of service, for about
+    # fifteen seconds and for every request (observed in 1.6.1): what is away is a worker, not the router.
+    return HttpError(503, text)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to the ``kv_hint`` envelope a request carries, and to its copy on NATS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvcr.keys import BlockKey
+from kvcr.protocol.events import FetchPayload, FetchSource, HintNotice, envelope, fetch_action
+from router_hints.planner import Plan
+
+
+def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) -> dict[str, Any] | None:
+    """The hint that asks the target's guard for the plan's copies, or None for a plan without any.
+
+    ``keys`` are the request's block keys in the *target's* key space, from its first block on.
+    """
+    if not plan.sources:
+        return None
+    last = max(run.first + run.count for run in plan.sources) - 1
+    payload = FetchPayload(
+        plan_id=plan.plan_id,
+        sources=[FetchSource(run.endpoint, run.first, run.count, run.guard) for run in plan.sources],
+        last_key=keys[last].hex(),
+        give_up_ms=round(plan.give_up_ms, 3),
+        deadline_ms=deadline_ms,
+    )
+    return envelope(plan.plan_id, [fetch_action(f"{plan.plan_id}.0", payload)])
+
+
+def build_notice(plan: Plan, hint: dict[str, Any], *, request_id: str, router: str) -> HintNotice:
+    """The copy of an attached hint for whoever watches the hints of the target's guard."""
+    return HintNotice(
+        plan_id=plan.plan_id,
+        request_id=request_id,
+        router=router,
+        worker_id=plan.rank[0],
+        envelope=msgspec.json.encode(hint),
+        reason=plan.reason.value,
+    )

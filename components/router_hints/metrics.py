@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the router, served by the Dynamo system server under ``/metrics``."""
+
+from __future__ import annotations
+
+import enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_PLAN_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+_OUTPUT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class RequestOutcome(enum.StrEnum):
+    """How a request, or one attempt of it, ended."""
+
+    OK = "ok"
+    CANCELLED = "cancelled"
+    """The client left."""
+    UNREACHABLE = "unreachable"
+    """The worker could not be reached before its first output: planned again."""
+    LOST = "lost"
+    """The worker went away after its first output."""
+    ERROR = "error"
+    """The worker answered with an error."""
+    NO_WORKER = "no_worker"
+    INVALID = "invalid"
+
+
+class Metrics:
+    """One registry for one router."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvcr_router_requests_total",
+            "Requests by worker (instance id, hex) and how they ended",
+            ["worker", "outcome"],
+            registry=registry,
+        )
+        self.hints = Counter(
+            "kvcr_router_hints_total", "Hints attached to requests", ["action"], registry=registry
+        )
+        self.hinted_blocks = Counter(
+            "kvcr_router_hinted_blocks_total", "Blocks that hints asked to copy", registry=registry
+        )
+        self.plans = Counter(
+            "kvcr_router_plans_total", "Plans by their reason", ["reason"], registry=registry
+        )
+        self.plan_seconds = Histogram(
+            "kvcr_router_plan_seconds", "Time to plan one request", buckets=_PLAN_BUCKETS, registry=registry
+        )
+        self.first_output_seconds = Histogram(
+            "kvcr_router_first_output_seconds",
+            "From arrival at the router to the first output of the worker",
+            buckets=_OUTPUT_BUCKETS,
+            registry=registry,
+        )
+        self.planned_tokens = Counter(
+            "kvcr_router_planned_tokens_total",
+            "Prompt tokens by where the plan expects their KV: g1, g2 (own pool), peer, compute",
+            ["tier"],
+            registry=registry,
+        )
+        self.unkeyed = Counter(
+            "kvcr_router_unkeyed_requests_total",
+            "Requests whose blocks have no key, and so no hint",
+            ["reason"],
+            registry=registry,
+        )
+        self.index_blocks = Gauge(
+            "kvcr_router_index_blocks", "Blocks indexed for a guard", ["guard"], registry=registry
+        )
+        self.index_dropped = Gauge(
+            "kvcr_router_index_dropped_blocks",
+            "Blocks not indexed because the index is full",
+            registry=registry,
+        )
+        self.index_resyncs = Counter(
+            "kvcr_router_index_resyncs_total",
+            "Replays and snapshots asked of guards, by what made them necessary",
+            ["reason"],
+            registry=registry,
+        )
+        self.inventory_messages = Counter(
+            "kvcr_router_inventory_messages_total",
+            "Inventory messages by what they did",
+            ["outcome"],
+            registry=registry,
+        )
+        self.workers = Gauge(
+            "kvcr_router_workers", "Workers by state: ready, down, refused", ["state"], registry=registry
+        )
+        self.unguarded_ranks = Gauge(
+            "kvcr_router_ranks_without_guard",
+            "Ranks whose card names a guard that is not registered",
+            registry=registry,
+        )
+        self.locations = Counter(
+            "kvcr_router_location_events_total",
+            "Block-location events published",
+            ["tier"],
+            registry=registry,
+        )
+        self.bus_dropped = Counter(
+            "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
+        )
+
+    def render(self) -> str:
+        """All of them as Prometheus text."""
+        return generate_latest(self.registry).decode()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt to a plan and its hint: gathers what the planner needs, and nothing else."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
+from router_hints.cards import WorkerCard
+from router_hints.costs import CostModel, Rank
+from router_hints.guards import Guard, GuardDirectory
+from router_hints.hints import build_envelope
+from router_hints.index import IndexView, LocationIndex
+from router_hints.ledger import Ledger
+from router_hints.metrics import Metrics
+from router_hints.planner import Plan, Worker, plan
+from router_hints.requests import Prompt
+from router_hints.workers import WorkerTable
+
+Overlap = Callable[[Prompt], Awaitable[dict[Rank, int]]]
+Alive = Callable[[], Collection[int]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan, ready to be carried out."""
+
+    plan: Plan
+    hint: dict[str, Any] | None
+    target: Guard | None
+    """The guard beside the chosen rank."""
+
+
+class Placement:
+    """One event loop. Reads the shared state, changes none of it."""
+
+    def __init__(
+        self,
+        *,
+        workers: WorkerTable,
+        guards: GuardDirectory,
+        index: LocationIndex,
+        ledger: Ledger,
+        costs: CostModel,
+        metrics: Metrics,
+        alive: Alive,
+        overlap: Overlap,
+        silent: Callable[[], Collection[str]],
+        deadline_ms: float,
+    ) -> None:
+        """``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
+        ``silent()`` the guards that must not be sources."""
+        self._workers = workers
+        self._guards = guards
+        self._index = index
+        self._ledger = ledger
+        self._costs = costs
+        self._metrics = metrics
+        self._alive = alive
+        self._overlap = overlap
+        self._silent = silent
+        self._deadline_ms = deadline_ms
+
+    async def place(self, prompt: Prompt, without: Iterable[int] = ()) -> Placed:
+        """Plan for ``prompt``, on no worker in ``without``. Raises :class:`router_hints.planner.NoWorker`."""
+        g1_blocks = await self._overlap(prompt)
+        begun = time.perf_counter()
+        view = prompt.view(uuid.uuid4().hex, self._workers.block_size)
+        candidates = self._candidates(g1_blocks, without)
+        chains = self._chains(prompt, view.reusable_blocks)
+        made = plan(
+            view,
+            [worker for worker, _ in candidates],
+            self._look_up(chains, view.reusable_blocks).without(self._silent()),
+            self._guards.holders if prompt.keyed else {},
+            self._ledger.loads(time.monotonic()),
+            self._costs,
+            self._guards.topology,
+            time.time(),
+        )
+        target = next(guard for worker, guard in candidates if worker.rank == made.rank)
+        hint = None
+        if made.sources and target is not None:
+            space = target.key_space(prompt.salt)
+            hint = build_envelope(made, chains[space] if space else [], deadline_ms=self._deadline_ms)
+        self._metrics.plan_seconds.observe(time.perf_counter() - begun)
+        self._count(made, prompt)
+        return Placed(made, hint, target)
+
+    def _candidates(
+        self, g1_blocks: dict[Rank, int], without: Iterable[int]
+    ) -> list[tuple[Worker, Guard | None]]:
+        alive, excluded = self._alive(), list(without)
+        cards = self._workers.ready(alive, time.monotonic(), excluded)
+        if not cards:
+            # Everybody left is marked down: better to try one of them than to refuse.
+            cards = self._workers.ready(alive, float("inf"), excluded)
+        return [
+            (self._worker(card, rank, g1_blocks), self._guards.beside(card, rank))
+            for card in cards
+            for rank in range(card.first_rank, card.first_rank + card.ranks)
+        ]
+
+    def _worker(self, card: WorkerCard, rank: int, g1_blocks: dict[Rank, int]) -> Worker:
+        guard = self._guards.beside(card, rank)
+        return Worker(
+            rank=(card.worker_id, rank),
+            g1_blocks=g1_blocks.get((card.worker_id, rank), 0),
+            guard=guard.name if guard is not None else "",
+            taints=card.taints,
+            max_requests=card.max_requests,
+        )
+
+    def _chains(self, prompt: Prompt, blocks: int) -> dict[KeySpace, list[BlockKey]]:
+        """The prompt's keys in each key space a guard uses: one, except while models are being replaced."""
+        if not prompt.keyed or blocks == 0:
+            return {}
+        size = self._workers.block_size
+        tokens = np.asarray(prompt.tokens[: blocks * size], dtype=np.uint32)
+        spaces = {guard.key_space(prompt.salt) for guard in self._guards.all()} - {None}
+        return {space: extend_chain(space.root(), tokens, size) for space in spaces if space is not None}
+
+    def _look_up(self, chains: dict[KeySpace, list[BlockKey]], blocks: int) -> IndexView:
+        """One row for each guard that holds any of the blocks, found by its own keys."""
+        views = [self._index.lookup(pack_keys(keys)) for keys in chains.values()]
+        views = [view for view in views if view.guards]
+        if not views:
+            return IndexView.empty(blocks)
+        if len(views) == 1:
+            return views[0]
+        return IndexView(
+            tuple(guard for view in views for guard in view.guards),
+            np.concatenate([view.held for view in views]),
+        )
+
+    def _count(self, made: Plan, prompt: Prompt) -> None:
+        size = self._workers.block_size
+        self._metrics.plans.labels(made.reason.value).inc()
+        self._metrics.planned_tokens.labels("g1").inc(made.chosen.g1_blocks * size)
+        self._metrics.planned_tokens.labels("g2").inc(made.chosen.local_blocks * size)
+        self._metrics.planned_tokens.labels("peer").inc(made.chosen.copied_blocks * size)
+        self._metrics.planned_tokens.labels("compute").inc(made.prefill_tokens)
+        if prompt.unkeyed_reason:
+            self._metrics.unkeyed.labels(prompt.unkeyed_reason).inc()

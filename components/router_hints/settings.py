@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of one router process: command line first, then environment, then defaults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvcr.config import MIN_SECRET_BYTES
+from kvcr.errors import ConfigError
+from router_hints import costs
+
+MAX_SYSTEM_PORT = 32767
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``python -m router_hints`` was told."""
+
+    namespace: str
+    component: str
+    worker_component: str
+    worker_endpoint: str
+    model_path: str
+    model_name: str
+    block_size: int
+    secret: bytes | None
+    etcd_endpoints: str
+    nats_url: str
+    discovery_backend: str
+    request_plane: str
+    event_plane: str
+    index_blocks: int
+    deadline_ms: float
+    kept_plans: int
+    costs: costs.Settings
+
+
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSettings:
+    """Read the command line. Raises ConfigError naming the value, its limit and the fix."""
+    defaults = costs.Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m router_hints",
+        description="Dynamo component between a stock frontend and stock workers: chooses the worker of each "
+        "request and says in a hint which KV blocks to copy there.",
+    )
+    env = environment.get
+    parser.add_argument(
+        "--namespace", default=env("DYN_NAMESPACE", "dynamo"), help="Dynamo namespace (DYN_NAMESPACE)"
+    )
+    parser.add_argument("--component", default="router", help="our own component name")
+    parser.add_argument("--worker-component", default="backend", help="component the workers register as")
+    parser.add_argument("--worker-endpoint", default="generate", help="endpoint the workers serve")
+    parser.add_argument(
+        "--model-path", required=True, help="model directory, for tokenizer and chat template"
+    )
+    parser.add_argument("--model-name", required=True, help="name clients ask for")
+    parser.add_argument(
+        "--block-size", type=int, required=True, help="tokens per KV block, as on the workers"
+    )
+    parser.add_argument(
+        "--secret-file", help="deployment secret; without it guards' records are not verified"
+    )
+    parser.add_argument("--index-blocks", type=int, default=2_000_000, help="most blocks the index holds")
+    parser.add_argument("--deadline-ms", type=float, default=2000.0, help="longest a hinted copy may take")
+    parser.add_argument("--explain-plans", type=int, default=1000, help="plans kept for the explain endpoint")
+    costing = parser.add_argument_group("cost model", "defaults until measured")
+    for name, text in (
+        ("prefill_tokens_per_s", "prefill speed of a worker"),
+        ("host_bytes_per_s", "copy between guards on one host"),
+        ("domain_bytes_per_s", "copy inside an RDMA domain, or where nothing is known"),
+        ("far_bytes_per_s", "copy between RDMA domains"),
+        ("copy_latency_s", "fixed cost of a copy"),
+        ("decode_s", "slow-down of a prefill by each running request"),
+    ):
+        costing.add_argument(
+            "--" + name.replace("_", "-"),
+            type=float,
+            default=getattr(defaults, name),
+            help=text + " (%(default)s)",
+        )
+    options = vars(parser.parse_args(arguments))
+    _check(options)
+    _check_system_port(env("DYN_SYSTEM_PORT", ""))
+    cost_names = set(costs.Settings.__struct_fields__) & set(options)
+    return RouterSettings(
+        namespace=options["namespace"],
+        component=options["component"],
+        worker_component=options["worker_component"],
+        worker_endpoint=options["worker_endpoint"],
+        model_path=options["model_path"],
+        model_name=options["model_name"],
+        block_size=options["block_size"],
+        secret=_secret(options["secret_file"] or env("KVCR_ROUTER_SECRET_FILE", "")),
+        etcd_endpoints=env("ETCD_ENDPOINTS", "http://127.0.0.1:2379"),
+        nats_url=env("NATS_SERVER", "nats://127.0.0.1:4222"),
+        discovery_backend=env("DYN_DISCOVERY_BACKEND", "etcd"),
+        request_plane=env("DYN_REQUEST_PLANE", "tcp"),
+        event_plane=env("DYN_EVENT_PLANE", "nats"),
+        index_blocks=options["index_blocks"],
+        deadline_ms=options["deadline_ms"],
+        kept_plans=options["explain_plans"],
+        costs=costs.Settings(**{name: options[name] for name in cost_names}),
+    )
+
+
+def _check(options: Mapping[str, float]) -> None:
+    for name in ("block_size", "index_blocks", "deadline_ms", "explain_plans"):
+        if options[name] <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]}")
+    for name in ("prefill_tokens_per_s", "host_bytes_per_s", "domain_bytes_per_s", "far_bytes_per_s"):
+        if options[name] <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]:g}")
+    for name in ("copy_latency_s", "decode_s"):
+        if options[name] < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {options[name]:g}")
+
+
+def _check_system_port(text: str) -> None:
+    # Dynamo 1.6.1 reads it as a signed 16-bit number and then refuses to start at all (observed).
+    if text.isdigit() and int(text) > MAX_SYSTEM_PORT:
+        raise ConfigError(
+            f"DYN_SYSTEM_PORT={text} is above {MAX_SYSTEM_PORT}, the highest that Dynamo accepts"
+        )
+
+
+def _secret(path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--secret-file {path!r} cannot be read: {error.strerror}") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"--secret-file {path!r} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed; "
+            "use the file the guards were given"
+        )
+    return secret
+
+
+def prepare_environment() -> None:
+    """Set what Dynamo's runtime reads by itself and must not leave at its default."""
+    # With the default of 30 s an outage of etcd shorter than a minute ends the runtime for good.
+    os.environ.setdefault("ETCD_LEASE_TTL", "120")

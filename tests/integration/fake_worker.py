@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Dynamo worker without an engine: a real component, card and KV events, and an echo for an answer.
+
+Registers a card with no public endpoints, as ``dynamo.vllm --endpoint-types none`` does, and announces
+every prompt it serves as stored in G1. What it sees goes to stdout, one JSON object a line. A request
+chooses how it is treated with the header ``x-dynamo-meta-behaviour``:
+
+``slow``   a token every 100 ms, ten seconds long
+``hang``   no output at all, until the request is cancelled
+``error``  an exception before the first output
+``late``   one token, then an exception
+
+With a worker's name behind it (``hang:w1``) it concerns that worker only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvloop
+from dynamo.llm import (
+    KvEventPublisher,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    compute_block_hash_for_seq,
+    register_model,
+)
+from dynamo.runtime import Context, DistributedRuntime
+
+
+def say(kind: str, **fields: Any) -> None:
+    print(json.dumps({"kind": kind, **fields}, default=repr), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--namespace", default="dynamo")
+    parser.add_argument("--component", default="backend")
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--model-name", default="tiny")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--control", help="control endpoint of this worker's guard; none: no KVCR here")
+    parser.add_argument("--domain", help="its RDMA domain")
+    parser.add_argument("--taint", action="append", default=[])
+    parser.add_argument("--surface", choices=["none", "chat"], default="none")
+    parser.add_argument("--request-plane", default="tcp")
+    return parser.parse_args()
+
+
+def runtime_config(options: argparse.Namespace) -> ModelRuntimeConfig:
+    config = ModelRuntimeConfig()
+    config.context_length = 8192
+    config.total_kv_blocks = 1000
+    config.max_num_seqs = 32
+    config.max_num_batched_tokens = 8192
+    config.enable_local_indexer = True
+    config.kv_event_publishing_enabled = True
+    if options.control:
+        # The values are JSON text, as the stock worker writes them.
+        config.set_engine_specific("router_hint_source_control_endpoints", json.dumps({"0": options.control}))
+        config.set_engine_specific("router_hint_worker_type", json.dumps("aggregated"))
+        config.set_engine_specific("router_hint", json.dumps(True))
+    if options.taint:
+        config.taints = set(options.taint)
+    if options.domain:
+        config.topology_domains = {"rdma_domain": options.domain}
+        config.kv_transfer_domain = "rdma_domain"
+    return config
+
+
+async def main(options: argparse.Namespace) -> None:
+    loop = asyncio.get_running_loop()
+    runtime = DistributedRuntime(loop, "etcd", options.request_plane, event_plane="nats")
+    loop.add_signal_handler(signal.SIGTERM, runtime.shutdown)
+    endpoint = runtime.endpoint(f"{options.namespace}.{options.component}.generate")
+    size = options.block_size
+    events = KvEventPublisher(endpoint=endpoint, kv_block_size=size, dp_rank=0, enable_local_indexer=True)
+
+    def announce(tokens: list[int]) -> None:
+        blocks = len(tokens) // size
+        hashes = [h - (1 << 64) if h >= 1 << 63 else h for h in compute_block_hash_for_seq(tokens, size)]
+        if blocks:
+            events.publish_stored(
+                token_ids=tokens[: blocks * size],
+                num_block_tokens=[size] * blocks,
+                block_hashes=hashes[:blocks],
+            )
+
+    async def generate(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
+        behaviour, _, only = (context.metadata.get("behaviour") or "").partition(":")
+        if only not in ("", options.name):
+            behaviour = ""
+        say("request", id=context.id(), metadata=context.metadata.copy(), request=request)
+        if behaviour == "error":
+            raise ValueError("this worker was asked to fail")
+        if behaviour == "hang":
+            await context.async_killed_or_stopped()
+            say("cancelled", id=context.id())
+            return
+        prompt = list(request["token_ids"])
+        announce(prompt)
+        count = 100 if behaviour == "slow" else 3
+        for index in range(count):
+            if context.is_stopped():
+                say("cancelled", id=context.id(), at=index)
+                return
+            out: dict[str, Any] = {"token_ids": [72 + index % 20], "index": 0}
+            if index == count - 1:
+                usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+                usage["total_tokens"] = sum(usage.values())
+                out |= {"finish_reason": "stop", "completion_usage": usage}
+            yield out
+            if behaviour == "late":
+                raise ValueError("this worker was asked to fail late")
+            if behaviour == "slow":
+                await asyncio.sleep(0.1)
+
+    await register_model(
+        ModelInput.Tokens,
+        ModelType.Empty if options.surface == "none" else ModelType.Chat | ModelType.Completions,
+        endpoint,
+        options.model_path,
+        options.model_name,
+        worker_type=WorkerType.Aggregated,
+        kv_cache_block_size=size,
+        runtime_config=runtime_config(options),
+    )
+    say("up", name=options.name, worker_id=endpoint.connection_id())
+    await endpoint.serve_endpoint(generate, metrics_labels=[("model", options.model_name)])
+
+
+if __name__ == "__main__":
+    uvloop.run(main(arguments()))

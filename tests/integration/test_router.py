@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router between a stock frontend and Dynamo workers, with real etcd and NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+from tokenizers import Tokenizer
+
+from kvcr.dynamo.etcd import connect
+from kvcr.keys import KeySpace, extend_chain
+from kvcr.protocol.events import FetchPayload, HintNotice, Locations, event, hints_subject, locations_subject
+from router_hints.inventory import SILENT_S
+from router_hints.locations import stream_name
+from tests.integration.router_stack import BLOCK, Part, Stack, Worker, until
+from tests.integration.tiny_tokenizer import write_model
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPT_BLOCKS = 20
+MODEL = "tiny@test+0"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class Scene:
+    """Two workers with a guard each, a router and a frontend: most tests need just this."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.frontend = stack.frontend()
+        self.router = stack.router("--prefill-tokens-per-s", "2000")
+        self.guards: dict[str, Part] = {}
+        self.workers: dict[str, Worker] = {}
+        for number in range(2):
+            guard, control = stack.guard(f"g{number}")
+            self.guards[f"g{number}"] = guard
+            self.workers[f"w{number}"] = stack.worker(f"w{number}", "--control", control)
+        stack.ready()
+
+    def ask(self, prompt: str, worker: str = "", **options: Any) -> tuple[int, dict[str, Any]]:
+        if worker:
+            pin = f"kvcr.worker:{self.workers[worker].worker_id}"
+            options["nvext"] = {"annotations": [pin]}
+        return self.stack.ask(prompt, **options)
+
+    def seen(self, worker: str) -> dict[str, Any]:
+        """The next request that this worker got."""
+        return self.workers[worker].expect("request")
+
+    def quiet(self) -> None:
+        """Forget what workers said so far."""
+        for worker in self.workers.values():
+            worker.silent("-")
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Scene]:
+    stack = Stack(tmp_path_factory.mktemp("stack"), model)
+    try:
+        yield Scene(stack)
+    finally:
+        stack.close()
+
+
+def prompt_of(blocks: int, seed: str) -> str:
+    """A prompt whose tokens (one a byte, and two markers) fill ``blocks`` blocks and a little."""
+    return (seed + ". ").ljust(blocks * BLOCK + 5, "x")
+
+
+def tokenize(model: Path, prompt: str) -> list[int]:
+    encoder = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = encoder.encode(f"<|user|>{prompt}<|assistant|>").ids
+    return ids
+
+
+class Listener:
+    """Collects what is published on a subject while the block runs."""
+
+    def __init__(self, url: str, subject: str) -> None:
+        self._url = url
+        self._subject = subject
+
+    def during(self, action: Any) -> list[Any]:
+        async def run() -> list[Any]:
+            client = await nats.connect(self._url)
+            got: list[Any] = []
+
+            async def keep(message: Any) -> None:
+                got.append(event.decode(message.data))
+
+            await client.subscribe(self._subject, cb=keep)
+            await client.flush()
+            await asyncio.to_thread(action)
+            for _ in range(40):
+                if got:
+                    break
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
+            await client.close()
+            return got
+
+        return asyncio.run(run())
+
+
+# --- the main case ----------------------------------------------------------------------------------------
+
+
+def test_a_request_for_a_lacking_worker_carries_a_fetch_from_the_holder_and_nats_a_copy(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "held by g1")
+    tokens = tokenize(scene.stack.model, prompt)
+    before = scene.stack.indexed("g1")
+    scene.guards["g1"].tell(store=tokens)
+    until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the inventory is indexed")
+    scene.quiet()
+
+    listener = Listener(scene.stack.nats.url, hints_subject("dynamo", "g0"))
+    notices = listener.during(lambda: scene.ask(prompt, worker="w0"))
+    request = scene.seen("w0")["request"]
+
+    assert request["token_ids"] == tokens
+    assert request["routing"]["backend_instance_id"] == scene.workers["w0"].worker_id
+    assert request["routing"]["dp_rank"] == 0
+    (action,) = request["kv_hint"]["actions"]
+    assert (action["action_type"], action["action_version"]) == ("kv.fetch", "2.0")
+    payload = msgspec.convert(action["payload"], FetchPayload)
+    (source,) = payload.sources
+    chain = extend_chain(KeySpace("dynamo", MODEL).root(), tokens, BLOCK)
+    assert (source.guard, source.first, source.count) == ("g1", 0, PROMPT_BLOCKS)
+    assert source.endpoint.startswith("tcp://127.0.0.1:")
+    assert payload.last_key == chain[PROMPT_BLOCKS - 1].hex()
+    assert payload.give_up_ms > 0
+
+    (notice,) = notices
+    assert isinstance(notice, HintNotice)
+    assert json.loads(notice.envelope) == request["kv_hint"]
+    assert (notice.plan_id, notice.worker_id) == (payload.plan_id, scene.workers["w0"].worker_id)
+
+
+def test_an_idle_holder_gets_the_request_and_no_hint(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "an idle holder")
+    before = scene.stack.indexed("g1")
+    scene.guards["g1"].tell(store=tokenize(scene.stack.model, prompt))
+    until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the inventory is indexed")
+    scene.quiet()
+    assert scene.ask(prompt)[0] == 200
+    assert scene.seen("w1")["request"].get("kv_hint") is None
+
+
+def test_a_busy_holder_is_copied_from(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "a busy holder")
+    before = scene.stack.indexed("g1")
+    scene.guards["g1"].tell(store=tokenize(scene.stack.model, prompt))
+    until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the inventory is indexed")
+    scene.quiet()
+    # Its prefill never ends while the client waits: thousands of tokens stay booked on w1.
+    hang = {"headers": {"x-dynamo-meta-behaviour": "hang"}, "nvext": _pin(scene.workers["w1"])}
+    with Blocked(scene, prompt_of(200, "long"), hang):
+        scene.seen("w1")
+        assert scene.ask(prompt)[0] == 200
+        hint = scene.seen("w0")["request"]["kv_hint"]
+        assert hint["actions"][0]["payload"]["sources"][0]["guard"] == "g1"
+    scene.workers["w1"].expect("cancelled")
+
+
+class Blocked:
+    """A request that hangs at its worker while the block runs; then its client disconnects."""
+
+    def __init__(self, scene: Scene, prompt: str, options: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", scene.stack.http_port, timeout=30)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "nvext": options["nvext"]}
+        headers = {"content-type": "application/json"} | options["headers"]
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def _pin(worker: Worker) -> dict[str, Any]:
+    return {"annotations": [f"kvcr.worker:{worker.worker_id}"]}
+
+
+def test_blocks_in_engine_memory_attract_the_request(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "in engine memory")
+    scene.ask(prompt, worker="w1")
+    scene.quiet()
+    # The worker announced the prompt as stored; the event needs a moment through NATS.
+    time.sleep(1.0)
+    scene.quiet()
+    assert scene.ask(prompt)[0] == 200
+    assert scene.seen("w1")["request"].get("kv_hint") is None
+    assert scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="g1"}'] >= PROMPT_BLOCKS * BLOCK
+
+
+def test_tenants_do_not_share(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "two tenants")
+    before = scene.stack.indexed("g1")
+    scene.guards["g1"].tell(store=tokenize(scene.stack.model, prompt))
+    until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the inventory is indexed")
+    scene.quiet()
+    nvext = _pin(scene.workers["w0"]) | {"cache_salt": "another tenant"}
+    assert scene.stack.ask(prompt, nvext=nvext)[0] == 200
+    assert scene.seen("w0")["request"].get("kv_hint") is None
+
+
+# --- pinning ----------------------------------------------------------------------------------------------
+
+
+def test_the_header_pins_as_the_annotation_does(scene: Scene) -> None:
+    for worker in scene.workers.values():
+        scene.quiet()
+        headers = {"x-dynamo-meta-kvcr-worker": str(worker.worker_id)}
+        assert scene.stack.ask("pinned", headers=headers)[0] == 200
+        worker.expect("request")
+
+
+def test_a_pin_to_nobody_and_a_pin_that_is_no_number(scene: Scene) -> None:
+    assert scene.stack.ask("x", nvext={"annotations": ["kvcr.worker:12345"]})[0] == 503
+    assert scene.stack.ask("x", nvext={"annotations": ["kvcr.worker:w0"]})[0] == 400
+    assert scene.stack.ask("still served")[0] == 200
+
+
+def test_the_frontend_itself_refuses_backend_instance_id(scene: Scene) -> None:
+    """Documented in docs/hints.md; should a later Dynamo pass it on, the router already honours it."""
+    nvext = {"backend_instance_id": scene.workers["w0"].worker_id}
+    assert scene.stack.ask("x", nvext=nvext)[0] == 400
+
+
+# --- streams and errors -----------------------------------------------------------------------------------
+
+
+def test_a_stream_passes_through_as_it_comes(scene: Scene) -> None:
+    headers = {"x-dynamo-meta-behaviour": "slow"}
+    begun = time.monotonic()
+    with scene.stack.stream("slowly", headers=headers) as chunks:
+        texts = []
+        for chunk in chunks:
+            texts.append(chunk["choices"][0]["delta"].get("content") or "")
+            if len(texts) >= 4:
+                break
+        assert time.monotonic() - begun < 5.0
+    assert "".join(texts)
+
+
+def test_a_client_that_disconnects_reaches_the_worker_and_frees_the_booking(scene: Scene) -> None:
+    scene.quiet()
+    options = {"headers": {"x-dynamo-meta-behaviour": "slow"}, "nvext": _pin(scene.workers["w0"])}
+    with scene.stack.stream("gone soon", **options) as chunks:
+        next(chunks)
+    scene.workers["w0"].expect("cancelled")
+    name = f'kvcr_router_requests_total{{outcome="cancelled",worker="{scene.workers["w0"].worker_id:x}"}}'
+    until(lambda: scene.stack.metrics().get(name, 0) >= 1, "the request is booked off as cancelled")
+
+
+def test_an_error_of_the_worker_passes_through_once(scene: Scene) -> None:
+    scene.quiet()
+    status, _ = scene.ask("x", worker="w0", headers={"x-dynamo-meta-behaviour": "error"})
+    assert status == 400  # a ValueError in a worker, as a stock deployment answers it
+    scene.seen("w0")
+    assert scene.workers["w0"].silent("request")
+    assert scene.stack.ask("still served")[0] == 200
+
+
+def test_an_error_after_the_first_output_is_not_planned_again(scene: Scene) -> None:
+    scene.quiet()
+    status, _ = scene.ask("x", worker="w0", headers={"x-dynamo-meta-behaviour": "late"})
+    assert status == 400
+    scene.seen("w0")
+    assert scene.workers["w0"].silent("request")
+
+
+# --- events -----------------------------------------------------------------------------------------------
+
+
+def test_a_lost_event_is_replayed_and_a_removed_block_is_not_offered(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "lost and removed")
+    tokens = tokenize(scene.stack.model, prompt)
+    before = scene.stack.indexed("g1")
+    asked = scene.guards["g1"].tell(lose=tokens)["asked"]
+    until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the heartbeat shows the loss")
+    now = scene.guards["g1"].tell()["asked"]
+    assert now["replay"] == asked["replay"] + 1
+    assert now["snapshot"] == asked["snapshot"]
+    scene.guards["g1"].tell(remove=tokens)
+    until(lambda: scene.stack.indexed("g1") == before, "the removal is indexed")
+    scene.quiet()
+    scene.ask(prompt, worker="w0")
+    assert scene.seen("w0")["request"].get("kv_hint") is None
+
+
+def test_locations_are_published_and_kept(scene: Scene) -> None:
+    prompt = prompt_of(PROMPT_BLOCKS, "locations")
+    tokens = tokenize(scene.stack.model, prompt)
+
+    def act() -> None:
+        scene.guards["g1"].tell(store=tokens)
+        scene.ask(prompt, worker="w0")
+
+    got = Listener(scene.stack.nats.url, locations_subject("dynamo")).during(act)
+    by_tier = {each.tier: each for each in got if isinstance(each, Locations)}
+    assert by_tier[2].guard == "g1"
+    assert by_tier[2].worker_id == scene.workers["w1"].worker_id
+    assert len(by_tier[2].stored_keys) == 16 * PROMPT_BLOCKS
+    assert (by_tier[1].guard, by_tier[1].worker_id) == ("g0", scene.workers["w0"].worker_id)
+    assert len(by_tier[1].stored_hashes) >= 8 * PROMPT_BLOCKS
+
+    async def kept() -> int:
+        client = await nats.connect(scene.stack.nats.url)
+        info = await client.jetstream().stream_info(stream_name("dynamo"))
+        await client.close()
+        assert info.config.max_age
+        assert info.config.max_bytes
+        return info.state.messages
+
+    assert asyncio.run(kept()) >= 2
+
+
+def test_explain_says_why(scene: Scene) -> None:
+    scene.quiet()
+    scene.ask("why", worker="w0")
+    seen = scene.seen("w0")
+    (plan,) = asyncio.run(_explain(scene.stack, {"request_id": seen["id"]}))
+    assert plan["worker_id"] == scene.workers["w0"].worker_id
+    assert (plan["reason"], plan["outcome"]) == ("pinned", "ok")
+    assert plan["candidates"][0]["prefill_s"] > 0
+
+
+async def _explain(stack: Stack, query: dict[str, Any]) -> list[dict[str, Any]]:
+    script = (
+        "import asyncio, json, sys\n"
+        "from dynamo.runtime import DistributedRuntime\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    runtime = DistributedRuntime(loop, 'etcd', sys.argv[1], event_plane='nats')\n"
+        "    client = await runtime.endpoint('dynamo.router.explain').client()\n"
+        "    await client.wait_for_instances()\n"
+        "    async for found in await client.round_robin(json.loads(sys.argv[2]), annotated=False):\n"
+        "        print(json.dumps({'kind': 'plans', 'plans': found}), flush=True)\n"
+        "    runtime.shutdown()\n"
+        "asyncio.run(main())\n"
+    )
+    part = stack.start("explain", ["-c", script, stack.request_plane, json.dumps(query)])
+    plans: list[dict[str, Any]] = part.expect("plans", 30.0)["plans"]
+    return plans
+
+
+def test_metrics_are_served(scene: Scene) -> None:
+    metrics = scene.stack.metrics()
+    assert metrics['kvcr_router_hints_total{action="kv.fetch"}'] >= 1
+    assert metrics["kvcr_router_plan_seconds_count"] >= 1
+    assert metrics["kvcr_router_first_output_seconds_count"] >= 1
+    assert metrics['kvcr_router_workers{state="ready"}'] == 2
+    assert metrics["kvcr_router_ranks_without_guard"] == 0
+
+
+# --- failures: each test brings its own deployment --------------------------------------------------------
+
+
+@pytest.fixture
+def stack(tmp_path: Path, model: Path) -> Iterator[Stack]:
+    stack = Stack(tmp_path, model)
+    try:
+        yield stack
+    finally:
+        stack.close()
+
+
+def test_without_guards_requests_go_to_workers_with_room(stack: Stack) -> None:
+    stack.frontend()
+    stack.router()
+    workers = [stack.worker(f"w{n}") for n in range(2)]
+    stack.ready()
+    for number in range(8):
+        assert stack.ask(f"{number} " * 40)[0] == 200
+    requests = [w.expect("request") for w in workers]
+    assert all(r["request"].get("kv_hint") is None for r in requests)
+
+
+def test_a_worker_killed_before_its_first_output_costs_a_plan_not_the_request(stack: Stack) -> None:
+    stack.frontend()
+    stack.router()
+    workers = [stack.worker(f"w{n}") for n in range(2)]
+    stack.ready()
+    # Dead, but listed until its lease ends: dispatches to it fail to connect.
+    workers[0].kill()
+    for number in range(6):
+        assert stack.ask(f"{number} " * 40)[0] == 200
+    # Killed with the request in its hands.
+    stack.worker("w2")
+    victim = workers[1]
+    until(lambda: victim.silent("request"), "w1 has nothing unread")
+    headers = {"x-dynamo-meta-behaviour": "hang:w1"}
+    answers: list[int] = []
+    for number in range(20):
+        prompt = f"{number} is in its hands"
+        client = threading.Thread(target=lambda p=prompt: answers.append(stack.ask(p, headers=headers)[0]))
+        client.start()
+        client.join(1.0)
+        if client.is_alive():
+            victim.expect("request")
+            victim.kill()
+            client.join(20)
+            break
+    assert victim.process.poll() is not None
+    assert set(answers) == {200}
+    metrics = stack.metrics()
+    assert sum(v for k, v in metrics.items() if 'outcome="unreachable"' in k) >= 1
+
+
+def test_all_workers_gone_is_a_503_and_a_new_worker_is_used(stack: Stack) -> None:
+    stack.frontend()
+    stack.router()
+    worker = stack.worker("w0")
+    stack.ready()
+    worker.kill()
+    assert stack.ask("nobody")[0] == 503
+    assert stack.ask("nobody")[0] == 503
+    stack.worker("w1")
+    stack.ready()
+
+
+def test_the_router_waits_for_workers_and_stops_when_told(stack: Stack) -> None:
+    stack.frontend()
+    router = stack.router()
+    until(lambda: "waits for workers" in router.log.read_text(), "the router waits", 60)
+    time.sleep(1)
+    assert router.process.poll() is None
+    begun = time.monotonic()
+    assert router.stop() == 0
+    assert time.monotonic() - begun < 8
+    stack.router()
+    stack.worker("w0")
+    stack.ready()
+
+
+def test_a_worker_with_another_block_size_gets_nothing(stack: Stack) -> None:
+    stack.frontend()
+    stack.router()
+    odd = stack.worker("odd", "--block-size", "32")
+    stack.worker("w0")
+    stack.ready()
+    for number in range(6):
+        assert stack.ask(f"{number} " * 40)[0] == 200
+    assert odd.silent("request")
+    assert "KV blocks of 32 tokens" in (stack.directory / "router.log").read_text()
+    assert stack.metrics()['kvcr_router_workers{state="refused"}'] == 1
+
+
+def test_routing_goes_on_without_nats_and_hints_come_back_with_it(stack: Stack) -> None:
+    scene = Scene(stack)
+    stack.nats.pause()
+    try:
+        for number in range(4):
+            assert stack.ask(f"{number} " * 40)[0] == 200
+    finally:
+        stack.nats.resume()
+    prompt = prompt_of(PROMPT_BLOCKS, "after the pause")
+    scene.guards["g1"].tell(store=tokenize(stack.model, prompt))
+    until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the inventory is indexed")
+
+
+def test_routing_goes_on_without_etcd_and_forgets_nothing(stack: Stack) -> None:
+    scene = Scene(stack)
+    prompt = prompt_of(PROMPT_BLOCKS, "before the pause")
+    scene.guards["g1"].tell(store=tokenize(stack.model, prompt))
+    until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the inventory is indexed")
+    stack.etcd.pause()
+    try:
+        for number in range(8):
+            assert stack.ask(f"{number} " * 40)[0] == 200
+            time.sleep(1)
+        assert stack.indexed("g1") == PROMPT_BLOCKS
+    finally:
+        stack.etcd.resume()
+    scene.quiet()
+    assert scene.ask(prompt, worker="w0")[0] == 200
+    assert scene.seen("w0")["request"]["kv_hint"] is not None
+
+
+def test_a_router_that_starts_late_reads_snapshots(stack: Stack) -> None:
+    stack.frontend()
+    guard, control = stack.guard("g0")
+    other, other_control = stack.guard("g1")
+    worker = stack.worker("w0", "--control", control)
+    stack.worker("w1", "--control", other_control)
+    prompt = prompt_of(PROMPT_BLOCKS, "before the router")
+    other.tell(store=tokenize(stack.model, prompt))
+    stack.router("--prefill-tokens-per-s", "2000")
+    stack.ready()
+    until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the snapshot is indexed")
+    assert other.tell()["asked"]["snapshot"] == 1
+    assert stack.ask(prompt, nvext=_pin(worker))[0] == 200
+    until(lambda: not worker.silent("request"), "w0 gets the request")
+    # A guard that leaves takes its blocks with it.
+    other.stop()
+    until(lambda: stack.indexed("g1") == 0, "g1 is forgotten")
+    # Under its name comes another incarnation, with other blocks.
+    again, _ = stack.guard("g1", "--incarnation", "2", "--control", other_control)
+    again.tell(store=tokenize(stack.model, prompt_of(7, "after the restart")))
+    until(lambda: stack.indexed("g1") == 7, "the new incarnation is indexed")
+    assert guard.process.poll() is None
+
+
+def test_a_silent_guard_is_no_source_but_keeps_its_blocks(stack: Stack) -> None:
+    scene = Scene(stack)
+    prompt = prompt_of(PROMPT_BLOCKS, "held by a silent one")
+    scene.guards["g1"].tell(store=tokenize(stack.model, prompt), quiet=True)
+    until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the inventory is indexed")
+    time.sleep(SILENT_S + 1)
+    scene.quiet()
+    assert scene.ask(prompt, worker="w0")[0] == 200
+    assert scene.seen("w0")["request"].get("kv_hint") is None
+    assert stack.indexed("g1") == PROMPT_BLOCKS
+
+
+def test_unsigned_guards_are_ignored_in_a_deployment_with_a_secret(stack: Stack) -> None:
+    secret = "a secret of this deployment, long enough"
+    (stack.directory / "secret").write_text(secret)
+    stack.frontend()
+    _, control = stack.guard("g0", "--secret", secret)
+    stack.guard("g1")
+    stack.worker("w0", "--control", control)
+    router = stack.router("--secret-file", str(stack.directory / "secret"))
+    stack.ready()
+    log = until(lambda: router.log.read_text(), "the router logs")
+    assert "guards/g1 is ignored: record kvcr/v1/dynamo/guards/g1 is not signed" in log
+    assert stack.metrics()["kvcr_router_ranks_without_guard"] == 0
+
+
+def test_a_worker_lost_in_mid_stream_is_an_error_and_nothing_else(stack: Stack) -> None:
+    stack.frontend()
+    stack.router()
+    worker, other = stack.worker("w0"), stack.worker("w1")
+    stack.ready()
+    other.silent("-")
+    options = {"headers": {"x-dynamo-meta-behaviour": "slow"}, "nvext": _pin(worker)}
+    with stack.stream("cut off", **options) as chunks:
+        next(chunks)
+        worker.kill()
+        assert not any(choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices", []))
+    assert other.silent("request")
+    assert stack.ask("still served")[0] == 200
+
+
+def test_a_router_whose_runtime_ended_starts_over(stack: Stack) -> None:
+    """As after an outage of etcd that outlasted the lease: the process stays, the model comes back."""
+    stack.frontend()
+    router = stack.router()
+    stack.worker("w0")
+    stack.ready()
+
+    async def revoke() -> None:
+        async with await connect(stack.etcd.url) as etcd:
+            (entry,) = (await etcd.get_prefix("v1/instances/dynamo/router/generate/")).values
+            assert await etcd.revoke(int(entry.key.rpartition("/")[2], 16))
+
+    asyncio.run(revoke())
+    until(lambda: router.log.read_text().count("serves tiny") >= 2, "the router serves again", 60)
+    stack.ready()
+    assert router.process.poll() is None
+
+
+def test_the_nats_request_plane_works_the_same(tmp_path: Path, model: Path) -> None:
+    stack = Stack(tmp_path, model, request_plane="nats")
+    try:
+        scene = Scene(stack)
+        prompt = prompt_of(PROMPT_BLOCKS, "over nats")
+        scene.guards["g1"].tell(store=tokenize(model, prompt))
+        until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the inventory is indexed")
+        scene.quiet()
+        assert scene.ask(prompt, worker="w0")[0] == 200
+        assert scene.seen("w0")["request"]["kv_hint"]["actions"][0]["action_type"] == "kv.fetch"
+    finally:
+        stack.close()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bookings: made at plan time, released in two steps, corrected by what workers report."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_hints.ledger import REPORT_TTL_S, Ledger, Load, Loads
+
+A, B = (1, 0), (2, 0)
+
+
+def book(ledger: Ledger, request_id: str, rank: tuple[int, int] = A, **copies: int) -> None:
+    ledger.book(request_id, rank, prefill_tokens=100, blocks=7, copies=copies)
+
+
+def test_a_booking_counts_from_the_plan_to_the_end() -> None:
+    ledger = Ledger()
+    book(ledger, "r1", g1=1000)
+    assert ledger.loads(0.0) == Loads({A: Load(100, 1, 7)}, {"g1": 1000})
+    assert ledger.first_output("r1") is not None
+    assert ledger.loads(0.0) == Loads({A: Load(0, 1, 7)}, {})
+    assert ledger.first_output("r1") is None
+    ledger.release("r1")
+    assert ledger.loads(0.0) == Loads({}, {})
+    ledger.release("r1")
+    assert ledger.first_output("r1") is None
+
+
+def test_a_replanned_request_moves() -> None:
+    ledger = Ledger()
+    book(ledger, "r1", A, g1=1000)
+    book(ledger, "r1", B)
+    assert ledger.loads(0.0) == Loads({B: Load(100, 1, 7)}, {})
+
+
+def test_a_long_request_stays_booked_for_as_long_as_it_runs() -> None:
+    ledger = Ledger()
+    book(ledger, "r1")
+    assert ledger.loads(600.0).of(A).requests == 1
+
+
+def test_reports_add_only_what_others_sent_and_are_forgotten() -> None:
+    ledger = Ledger()
+    book(ledger, "r1")
+    ledger.report(A, prefill_tokens=100, blocks=7, now_s=0.0)
+    assert ledger.loads(1.0).of(A) == Load(100, 1, 7)
+    ledger.report(A, prefill_tokens=900, blocks=57, now_s=1.0)
+    assert ledger.loads(1.0).of(A) == Load(900, 1, 57)
+    ledger.release("r1")
+    assert ledger.loads(2.0).of(A) == Load(800, 0, 50)
+    assert ledger.loads(1.0 + REPORT_TTL_S).of(A) == Load()
+
+
+def test_a_worker_that_left_reports_no_more() -> None:
+    ledger = Ledger()
+    ledger.report(A, prefill_tokens=900, blocks=57, now_s=0.0)
+    ledger.forget_worker(1)
+    assert ledger.loads(0.0).of(A) == Load()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["book", "first", "release"]), st.integers(0, 5), st.sampled_from([A, B])),
+        max_size=50,
+    )
+)
+def test_loads_are_the_sum_of_what_is_open(steps: list[tuple[str, int, tuple[int, int]]]) -> None:
+    ledger = Ledger()
+    open_requests: dict[str, tuple[tuple[int, int], bool]] = {}
+    for verb, number, rank in steps:
+        name = f"r{number}"
+        if verb == "book":
+            book(ledger, name, rank, g1=10)
+            open_requests[name] = (rank, True)
+        elif verb == "first":
+            ledger.first_output(name)
+            if name in open_requests:
+                open_requests[name] = (open_requests[name][0], False)
+        else:
+            ledger.release(name)
+            open_requests.pop(name, None)
+    loads = ledger.loads(0.0)
+    for rank in (A, B):
+        mine = [prefilling for where, prefilling in open_requests.values() if where == rank]
+        assert loads.of(rank) == Load(100 * sum(mine), len(mine), 7 * len(mine))
+    assert loads.outgoing_bytes.get("g1", 0) == 10 * sum(p for _, p in open_requests.values())
+    assert len(ledger) == len(open_requests)
