@@ -52,6 +52,9 @@ T = TypeVar("T")
 TICK_S = 1.0
 """The only timer of an idle guard."""
 
+OPEN_AHEAD_S = 10.0
+"""How often links to known peers are tried that are not open."""
+
 DEATH_CHECKS_S = (0.005, 0.05, 0.2, 0.5)
 """After the last connection closed: a process that was killed drops its locks a moment after its sockets."""
 
@@ -75,6 +78,7 @@ class Guard:
         self.pool: Pool | None = None
         self.local: LocalRegions | None = None
         self.peer_context: PeerContext | None = None
+        self.control_endpoint = ""
         self.metrics_endpoint = ""
         self.loop = Loop()
         self.meters = Meters()
@@ -86,6 +90,7 @@ class Guard:
         self._nixl: NixlThread | None = None
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._lonely_since_s: float | None = time.monotonic()
+        self._next_links_s = 0.0
         self._lock: FileLock | None = None
         self._thread: threading.Thread | None = None
         self._evicted: dict[str, int] = {}
@@ -178,6 +183,8 @@ class Guard:
         if self.pool is not None:
             self.pool.tick(now_s)
         self.seat.check(self.pool)
+        if now_s >= self._next_links_s:
+            self._open_links()
         if self.seat.state in (GuardState.STANDBY, GuardState.CHECKING):
             self._lonely_since_s = None
         elif self._lonely_since_s is None:
@@ -262,6 +269,13 @@ class Guard:
             nixl=self.nixl,
         )
         self._warm_up()
+        self._open_links()
+
+    def _open_links(self) -> None:
+        self._next_links_s = time.monotonic() + OPEN_AHEAD_S
+        # An existing pool is attached before the sockets are bound; the first tick opens the links then.
+        if self.peer_context is not None and self.control_endpoint:
+            self.peers.open_ahead(self.peer_context, self.control_endpoint, time.monotonic())
 
     def _warm_up(self) -> None:
         """Make NIXL agents ahead when it is sure that they will be needed."""
@@ -405,6 +419,7 @@ class Guard:
     def set_peers(self, peers: dict[str, PeerRecord]) -> None:
         self.peers.set_found(peers)
         self._warm_up()
+        self._open_links()
 
     def heartbeat(self) -> Heartbeat:
         return self.inventory.heartbeat(self.pool)

@@ -444,6 +444,18 @@ class Peers:
             link = self._links[endpoint] = PeerLink(context, endpoint, record)
         return link
 
+    def open_ahead(self, context: PeerContext, own_endpoint: str, now_s: float) -> None:
+        """Open the links that a pull may need, so that it starts with a lease and not with a handshake.
+
+        A handshake takes longer than an engine waits for the lease reply: 100 ms on a busy machine.
+        """
+        for endpoint, record in self.records().items():
+            if endpoint == own_endpoint or record.layout_digest not in ("", context.layout_digest):
+                continue
+            link = self.link(context, endpoint)
+            if not link.ready:
+                link.when_ready(now_s, _nobody_waits)
+
     def status(self) -> list[dict[str, Any]]:
         """JSON-ready: what each link uses, or why it is not ready."""
         return [
@@ -461,3 +473,7 @@ class Peers:
         links, self._links = self._links, {}
         for link in links.values():
             link.close()
+
+
+def _nobody_waits(reason: str) -> None:
+    """Of a link opened ahead: whoever needs it asks again."""
