@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# The index of habits. Each is a script that CI and people run alike.
+.PHONY: help setup demo test lint format bench docs clean
+
+help:
+	@echo "make setup              the environment in .venv (minutes once, seconds again)"
+	@echo "make demo               one document, two workers: computed on one, pulled by the other"
+	@echo "make test               lint, unit, integration, e2e, wheel; STAGES='unit e2e' for some of them"
+	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
+	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
+	@echo "make docs               regenerate what is generated, check links"
+	@echo "make clean              remove what builds and tests leave; .venv and downloaded models stay"
+
+setup:
+	@bash scripts/setup.sh
+
+demo: setup
+	@bash scripts/demo.sh $(ARGS)
+
+test: setup
+	@bash scripts/test.sh $(STAGES)
+
+lint: setup
+	@bash scripts/lint.sh
+
+format: setup
+	@bash scripts/lint.sh --fix
+
+bench: setup
+	@test -n "$(NAME)" || { echo "make bench NAME=...; there are:" \
+		$$(ls bench/*.py | xargs -n1 basename -s .py | grep -v '^_'); exit 2; }
+	@.venv/bin/python -m bench.$(NAME) $(if $(QUICK),--quick) $(ARGS)
+
+docs: setup
+	@.venv/bin/python scripts/gen_config_docs.py
+	@.venv/bin/python scripts/check_links.py
+
+clean:
+	rm -rf build dist components/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf

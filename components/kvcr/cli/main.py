@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Console script ``kvcr``. Sub-commands import what they need only when they run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from kvcr.errors import ConfigError, KvcrError
+
+_OVERRIDE = re.compile(r"--(?P<name>[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""What a shell reports for Ctrl-C; only before a graph starts, which ends with 0 on Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit code: 0 done, 1 failed, 2 a setting is wrong."""
+    parser, arguments, overrides = _parse(sys.argv[1:] if argv is None else list(argv))
+    try:
+        if arguments.command == "serve":
+            from kvcr.cli import serve
+
+            return serve.run(arguments, overrides)
+        if arguments.command == "doctor":
+            from kvcr.cli import doctor
+
+            return doctor.run(as_json=arguments.json)
+        if arguments.command == "version":
+            from kvcr.cli import doctor
+
+            return doctor.print_version()
+    except ConfigError as error:
+        print(f"kvcr {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KvcrError as error:
+        print(f"kvcr {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    parser.print_help()
+    return EXIT_USAGE
+
+
+def _parse(
+    argv: list[str],
+) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[tuple[str, str]]]:
+    parser = argparse.ArgumentParser(
+        prog="kvcr", description="KVCR: a KV cache shared by all workers of a Dynamo deployment."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="run a graph file on this machine",
+        description="Run a graph file as processes on this machine until Ctrl-C or SIGTERM.",
+        epilog="Any key of the graph can be given as --Component.key=value, "
+        "e.g. --VllmWorker.ServiceArgs.workers=1 --Frontend.http-port=8000",
+        allow_abbrev=False,
+    )
+    serve.add_argument(
+        "entry",
+        nargs="?",
+        metavar="GRAPH:COMPONENT",
+        help="as for dynamo serve, e.g. graphs.agg:Frontend; without -f the file is found from it",
+    )
+    serve.add_argument("-f", "--file", metavar="YAML", help="graph file, e.g. deploy/graphs/agg.yaml")
+    serve.add_argument(
+        "--run-dir", metavar="DIR", help="logs and graph.json (default: below ~/.cache/kvcr/run)"
+    )
+    serve.add_argument("--print-plan", action="store_true", help="show commands and ports, start nothing")
+
+    doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
+    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+    commands.add_parser("version", help="versions of KVCR and of what it works with")
+
+    words, overrides = _split_overrides(argv) if argv[:1] == ["serve"] else (argv, [])
+    return parser, parser.parse_args(words), overrides
+
+
+def _split_overrides(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take ``--Component.key=value`` and ``--Component.key value`` out of the command line.
+
+    Before argparse sees them: a value with blanks would look like a positional argument to it.
+    """
+    words: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    remaining = iter(argv)
+    for word in remaining:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None:
+            words.append(word)
+            continue
+        value = match["value"] if match["value"] is not None else next(remaining, None)
+        if value is None:
+            raise SystemExit(f"kvcr serve: {word} has no value; write {word}=VALUE")
+        pairs.append((match["name"], value))
+    return words, pairs
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

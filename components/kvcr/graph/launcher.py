@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring a planned graph up, keep it up, take it down. One thread, one loop.
+
+Up: servers first, then wave after wave, each process ready before the next wave. Up means up: a process
+that dies before the graph is ready ends the start. Afterwards the graph file decides what a crash does.
+Down, on SIGTERM or Ctrl-C: engines and routers get a short grace, then everything they forked is killed;
+guards go after their engines, servers last. A second signal skips the graces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvcr.errors import KvcrError
+from kvcr.graph import infra, processes, runs
+from kvcr.graph.config import Kind, Restart
+from kvcr.graph.plan import WAVES, Plan, ProcessPlan, ServerPlan, check_reachable
+from kvcr.graph.ports import PortBook
+
+ENGINE_GRACE_S = 3.0
+"""dynamo.vllm needs more than 20 s to leave by itself, which nobody waits for."""
+GUARD_GRACE_S = 2.5
+FORGET_GRACE_S = 2.0
+SERVER_GRACE_S = 1.0
+"""With the three above: under the ten seconds in which a graph is gone."""
+
+_REAP_TIMEOUT_S = 1.0
+_POLL_S = 0.2
+_PROBE_TIMEOUT_S = 1.0
+_MAX_PROBE_EVERY_S = 2.0
+"""Dynamo logs an error for each health check before it is ready."""
+_MAX_BACKOFF_S = 30.0
+_STABLE_S = 60.0
+_SERVER_RESTART_TIMEOUT_S = 5.0
+_MODEL_SERVED_TIMEOUT_S = 60.0
+_LOG_TAIL = 2500
+_INSTANCES = (Kind.WORKER, Kind.ROUTER)
+_INSTANCE_ID = re.compile(rb'^dynamo_component_[^\n]*worker_id="([0-9a-f]+)"', re.MULTILINE)
+
+
+class GraphFailed(KvcrError):
+    """The graph did not come up; the message has the component and the end of its log."""
+
+
+class _Stopped(Exception):
+    """A signal arrived while starting."""
+
+
+class State(enum.StrEnum):
+    """Of one process, as ``graph.json`` shows it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting to restart"
+    ENDED = "ended"
+
+
+@dataclass
+class Member:
+    """One process of the graph over all its incarnations."""
+
+    plan: ProcessPlan
+    child: processes.Child | None = None
+    state: State = State.ENDED
+    restarts: int = 0
+    restart_at_s: float = 0.0
+    probe_at_s: float = 0.0
+    failures_in_row: int = 0
+    announced: dict[str, Any] = field(default_factory=dict)
+    instance: str | None = None
+    """Dynamo instance id of the running incarnation in hex, which is its etcd lease too."""
+
+
+class Launcher:
+    """One run of a plan. Use from the main thread of a process that does nothing else."""
+
+    def __init__(self, plan: Plan, ports: PortBook, report: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._ports = ports
+        self._report = report
+        self._members = [Member(process) for process in plan.processes]
+        self._servers: dict[Kind, infra.Server] = {}
+        self._server_restarts: dict[Kind, int] = {}
+        self._forgetting: list[processes.Child] = []
+        self._signals = 0
+        self._phase = "starting"
+        self._started_s = time.monotonic()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Blocks until the graph is gone; 0 after a stop by signal. Raises GraphFailed, ConfigError."""
+        processes.become_subreaper()
+        # Servers inherit it: see runs.sweep_dead_runs.
+        os.environ[runs.RUN_DIR_VARIABLE] = str(self._plan.paths.run_dir)
+        self._catch_signals()
+        with runs.opened(self._plan.paths):
+            try:
+                self._start()
+                while not self._signals:
+                    self._watch()
+                    self._sleep(_POLL_S)
+            except _Stopped:
+                pass
+            finally:
+                self._stop()
+        return 0
+
+    # -- up ------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._save()
+        for server in self._plan.servers:
+            self._start_server(server, infra.START_TIMEOUT_S)
+        for wave in WAVES:
+            wanted = [member for member in self._members if member.plan.kind in wave]
+            if wanted:
+                self._report(f"starting {', '.join(member.plan.name for member in wanted)}")
+            for member in wanted:
+                self._spawn(member)
+            self._until(functools.partial(self._all_ready, wanted))
+        if self._plan.url and self._plan.served_model:
+            deadline_s = time.monotonic() + _MODEL_SERVED_TIMEOUT_S
+            self._until(lambda: self._model_served(deadline_s))
+        self._phase = "ready"
+        self._save()
+        where = self._plan.url or "no frontend"
+        model = f", model {self._plan.served_model}" if self._plan.served_model else ""
+        took = _seconds(self._started_s)
+        self._report(f"graph {self._plan.graph.name} is up in {took}: {where}{model}; Ctrl-C stops it")
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._signals:
+                raise _Stopped
+            self._sleep(_POLL_S)
+
+    def _all_ready(self, members: Iterable[Member]) -> bool:
+        for member in self._members:
+            if member.child is not None and (code := member.child.exit_code) is not None:
+                raise GraphFailed(
+                    f"{member.plan.name} ended with {_exit_words(code)} while the graph was starting; "
+                    f"the end of {member.child.log}:\n{_tail(member.child.log)}"
+                )
+        waiting = [member for member in members if not self._probe(member)]
+        return not waiting
+
+    def _model_served(self, deadline_s: float) -> bool:
+        """Whether the frontend takes requests.
+
+        It lists a model with the first worker's card, and answers 404 until it has read the router's card,
+        tokenizer included (observed in 1.6.1): so being listed says nothing.
+        """
+        self._all_ready(())
+        if _refuses_well(f"{self._plan.url}/chat/completions", self._plan.served_model):
+            return True
+        if time.monotonic() > deadline_s:
+            raise GraphFailed(
+                f"the frontend did not take requests for model {self._plan.served_model} within "
+                f"{_MODEL_SERVED_TIMEOUT_S:g} s, though all components are ready; "
+                f"see the logs of router and frontend in {self._plan.paths.logs}"
+            )
+        return False
+
+    def _start_server(self, server: ServerPlan, timeout_s: float) -> None:
+        name = server.kind.value.lower()
+        if server.external:
+            check_reachable(server)
+            self._report(f"{name:<12} ready  external  {server.url}")
+            return
+        since_s = time.monotonic()
+        data, log = self._plan.paths.run_dir / name, self._plan.paths.logs / f"{name}.log"
+        self._ports.release(server.port)
+        if server.kind is Kind.ETCD:
+            running = infra.start_etcd(data, log, port=server.port, timeout_s=timeout_s)
+        else:
+            config = Path(server.config) if server.config else None
+            running = infra.start_nats(data, log, config=config, port=server.port, timeout_s=timeout_s)
+        self._servers[server.kind] = running
+        self._report(f"{name:<12} ready  {_seconds(since_s):>8}  {server.url}")
+        self._save()
+
+    def _spawn(self, member: Member) -> None:
+        plan = member.plan
+        for port in plan.ports.values():
+            self._ports.release(port)
+        member.child = processes.Child(plan.argv, plan.env, self._plan.paths.logs / f"{plan.name}.log")
+        member.state, member.instance, member.probe_at_s = State.STARTING, None, 0.0
+        self._save()
+
+    def _probe(self, member: Member) -> bool:
+        """Whether a member is ready; announces it the first time. Raises GraphFailed when it is too late."""
+        if member.state is State.READY:
+            return True
+        child, plan = member.child, member.plan
+        assert child is not None
+        age_s = time.monotonic() - child.started_s
+        if time.monotonic() < member.probe_at_s:
+            return False
+        member.probe_at_s = time.monotonic() + min(_MAX_PROBE_EVERY_S, 0.05 * age_s)
+        announced = _ready_line(child) if plan.health_url is None else None
+        if announced is not None or (plan.health_url is not None and _get(plan.health_url) is not None):
+            member.announced = announced or {}
+            member.state = State.READY
+            self._identify(member)
+            where = plan.control if plan.kind is Kind.GUARD else plan.urls.get("openai", plan.health_url)
+            again = f"  (restart {member.restarts})" if member.restarts else ""
+            self._report(f"{plan.name:<12} ready  {_seconds(child.started_s):>8}  {where}{again}")
+            self._save()
+            return True
+        if age_s > plan.start_timeout_s:
+            raise GraphFailed(
+                f"{plan.name} was not ready within {plan.start_timeout_s:g} s "
+                f"({plan.kind.value}.ServiceArgs.start-timeout-s); the end of {child.log}:\n"
+                f"{_tail(child.log)}"
+            )
+        return False
+
+    def _identify(self, member: Member) -> None:
+        """Learn the instance id of a Dynamo component, which labels its metrics once it serves."""
+        plan = member.plan
+        if plan.kind in _INSTANCES and member.instance is None and plan.metrics is not None:
+            found = _INSTANCE_ID.search(_get(plan.metrics) or b"")
+            member.instance = found[1].decode() if found else None
+
+    # -- watching ------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        for server in self._plan.servers:
+            self._watch_server(server)
+        for member in self._members:
+            self._watch_member(member)
+        self._forgetting = [child for child in self._forgetting if child.exit_code is None]
+        self._reap()
+
+    def _watch_server(self, server: ServerPlan) -> None:
+        running = self._servers.get(server.kind)
+        if running is None or running.exit_code is None:
+            return
+        component = self._plan.graph.get(server.kind)
+        policy = component.service.restart if component is not None else Restart.NO
+        name = server.kind.value.lower()
+        if not _restarts(policy, running.exit_code):
+            self._report(f"{name} ended with {_exit_words(running.exit_code)}; the graph goes on without it")
+            del self._servers[server.kind]
+            self._save()
+            return
+        self._report(f"{name} ended with {_exit_words(running.exit_code)}, restarting it")
+        self._server_restarts[server.kind] = self._server_restarts.get(server.kind, 0) + 1
+        try:
+            self._start_server(server, _SERVER_RESTART_TIMEOUT_S)
+        except infra.InfraError as error:
+            self._report(f"{name} did not come back, trying again: {error}")
+
+    def _watch_member(self, member: Member) -> None:
+        child, now = member.child, time.monotonic()
+        if member.state is State.WAITING:
+            if now >= member.restart_at_s:
+                member.restarts += 1
+                self._spawn(member)
+            return
+        if member.state is State.ENDED or child is None:
+            return
+        code = child.exit_code
+        if code is None:
+            if member.state is State.STARTING:
+                try:
+                    self._probe(member)
+                except GraphFailed as error:
+                    self._report(str(error))
+                    child.send(signal.SIGKILL)
+            elif member.plan.kind in _INSTANCES and member.instance is None:
+                self._identify(member)
+                self._save()
+            return
+        self._clean_up_after(member, child)
+        if now - child.started_s > _STABLE_S:
+            member.failures_in_row = 0
+        if not _restarts(member.plan.restart, code):
+            member.state = State.ENDED
+            self._report(
+                f"{member.plan.name} ended with {_exit_words(code)}; not restarted "
+                f"({member.plan.kind.value}.ServiceArgs.restart is {member.plan.restart.value})"
+            )
+        else:
+            delay_s = min(_MAX_BACKOFF_S, 2.0**member.failures_in_row - 1.0)
+            member.failures_in_row += 1
+            member.state, member.restart_at_s = State.WAITING, now + delay_s
+            when = f"in {delay_s:g} s" if delay_s else "now"
+            self._report(f"{member.plan.name} ended with {_exit_words(code)}, restarting it {when}")
+        self._save()
+
+    def _clean_up_after(self, member: Member, child: processes.Child) -> None:
+        """A dead process leaves forked engines, shared memory and a lease of two minutes behind."""
+        self._kill(self._sessions([child]))
+        self._forget(member, child)
+
+    def _forget(self, member: Member, child: processes.Child) -> None:
+        """Have the dead process's Dynamo lease revoked, by a helper: this process never talks gRPC."""
+        if self._plan.etcd is None:
+            return
+        command = [sys.executable, "-m", "kvcr.graph.forget", "--etcd", self._plan.etcd]
+        command += ["--namespace", self._plan.namespace, "--pid", str(child.pid)]
+        if member.plan.kind is Kind.WORKER and member.plan.control is not None:
+            command += ["--worker-control", member.plan.control]
+        if member.instance is not None:
+            command += ["--instance", member.instance]
+        log = self._plan.paths.logs / "forget.log"
+        self._forgetting.append(processes.Child(command, member.plan.env, log))
+
+    # -- down ----------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._phase = "stopping"
+        self._save()
+        self._report("stopping")
+        self._ports.close()
+        # Counted from here, so that only a further signal skips the graces.
+        signals = self._signals
+        engines = [member for member in self._members if member.plan.kind is not Kind.GUARD]
+        guards = [member for member in self._members if member.plan.kind is Kind.GUARD]
+        forced = self._end(engines, ENGINE_GRACE_S, signals)
+        forced += self._end(guards, GUARD_GRACE_S, signals)
+        if any(server.kind is Kind.ETCD and server.external for server in self._plan.servers):
+            for member, child in forced:
+                self._forget(member, child)
+        deadline_s = time.monotonic() + FORGET_GRACE_S
+        while any(child.exit_code is None for child in self._forgetting) and time.monotonic() < deadline_s:
+            self._sleep(0.05)
+        for running in reversed(self._servers.values()):
+            running.stop(SERVER_GRACE_S)
+        self._kill(process.pid for process in processes.descendants(os.getpid()))
+        self._reap()
+        for member in self._members:
+            member.state = State.ENDED
+        self._phase = "stopped"
+        self._servers.clear()
+        self._save()
+        self._report(f"graph {self._plan.graph.name} is gone; logs stay in {self._plan.paths.logs}")
+
+    def _end(
+        self, members: list[Member], grace_s: float, signals: int
+    ) -> list[tuple[Member, processes.Child]]:
+        """SIGTERM, a grace, SIGKILL for all they forked; returns those that did not leave by themselves."""
+        running = [(member, member.child) for member in members if member.child is not None]
+        running = [(member, child) for member, child in running if child.exit_code is None]
+        mapped = processes.shared_memory_of(self._sessions(child for _, child in running))
+        for _, child in running:
+            child.send(signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while any(child.exit_code is None for _, child in running):
+            if time.monotonic() > deadline_s or self._signals > signals:
+                break
+            self._sleep(0.05)
+        forced = [(member, child) for member, child in running if child.exit_code is None]
+        self._kill(self._sessions(child for _, child in running))
+        # Of engines that ended in the grace, but not in good order.
+        for path in mapped:
+            path.unlink(missing_ok=True)
+        return forced
+
+    def _sessions(self, children: Iterable[processes.Child]) -> list[int]:
+        """Pids of these children and of what they forked, as far as it stayed in their sessions."""
+        sessions = {child.pid for child in children}
+        below = processes.descendants(os.getpid())
+        return [process.pid for process in below if process.session in sessions]
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        """SIGKILL, wait until they are reaped, remove the shared memory they had mapped."""
+        victims = set(pids)
+        leftovers = processes.shared_memory_of(victims)
+        processes.kill_gently(victims)
+        deadline_s = time.monotonic() + _REAP_TIMEOUT_S
+        while victims & processes.all_processes().keys() and time.monotonic() < deadline_s:
+            self._reap()
+            time.sleep(0.02)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+
+    def _reap(self) -> None:
+        """Collect whatever ended: our own children by asking for their exit code, adopted ones here."""
+        owned: list[processes.Child | infra.Server] = [*self._forgetting, *self._servers.values()]
+        owned += [member.child for member in self._members if member.child is not None]
+        running = {child.pid for child in owned if child.exit_code is None}
+        processes.reap_orphans(running)
+
+    # -- the loop's plumbing -------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        def on_stop(_number: int, _frame: FrameType | None) -> None:
+            self._signals += 1
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, on_stop)
+        # The handler does nothing; the byte in the pipe ends the sleep.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def _sleep(self, seconds: float) -> None:
+        """Until a signal comes, a child ends, or the time is over."""
+        select.select([self._wake_read], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+
+    def _save(self) -> None:
+        runs.write_state(self._plan.paths, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        plan = self._plan
+        components: list[dict[str, Any]] = []
+        for server in plan.servers:
+            running = self._servers.get(server.kind)
+            name = server.kind.value.lower()
+            up = server.external or running is not None
+            components.append(
+                {
+                    "name": name,
+                    "component": server.kind.value,
+                    "state": State.READY.value if up else State.ENDED.value,
+                    "pid": running.pid if running else None,
+                    "ports": {"client": server.port} if server.port else {},
+                    "urls": {"client": server.url, **({"monitor": running.monitor_url} if running else {})},
+                    "metrics": f"{running.monitor_url}/metrics" if running and name == "etcd" else None,
+                    "log": None if server.external else str(plan.paths.logs / f"{name}.log"),
+                    "restarts": self._server_restarts.get(server.kind, 0),
+                }
+            )
+        for member in self._members:
+            process, child = member.plan, member.child
+            alive = child is not None and member.state in (State.STARTING, State.READY)
+            components.append(
+                {
+                    "name": process.name,
+                    "component": process.kind.value,
+                    "state": member.state.value,
+                    "pid": child.pid if child is not None and alive else None,
+                    "ports": dict(process.ports),
+                    "urls": dict(process.urls),
+                    "metrics": process.metrics,
+                    "control": process.control,
+                    "instance": member.instance,
+                    "log": str(plan.paths.logs / f"{process.name}.log"),
+                    "restarts": member.restarts,
+                    "announced": member.announced,
+                    "argv": list(process.argv),
+                }
+            )
+        return {
+            "graph": plan.graph.name,
+            "id": plan.paths.run_id,
+            "state": self._phase,
+            "pid": os.getpid(),
+            "run_dir": str(plan.paths.run_dir),
+            "logs": str(plan.paths.logs),
+            "pools": str(plan.paths.pools),
+            "secret_file": str(plan.paths.secret),
+            "namespace": plan.namespace,
+            "model": plan.model,
+            "served_model": plan.served_model,
+            "etcd": plan.etcd,
+            "nats": plan.nats,
+            "url": plan.url,
+            "components": components,
+        }
+
+
+def _restarts(policy: Restart, exit_code: int) -> bool:
+    return policy is Restart.ALWAYS or (policy is Restart.ON_FAILURE and exit_code != 0)
+
+
+def _get(url: str) -> bytes | None:
+    """Body of a 200 answer, None for anything else."""
+    try:
+        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as response:
+            return bytes(response.read()) if response.status == 200 else None
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
+
+
+def _refuses_well(url: str, model: str | None) -> bool:
+    """Whether a chat without messages is refused as such (400), so that one with messages would be served."""
+    body = json.dumps({"model": model, "messages": []}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code == 400
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _ready_line(child: processes.Child) -> dict[str, Any] | None:
+    for line in child.output().splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                announced = json.loads(line)
+                if isinstance(announced, dict) and announced.get("ready") is True:
+                    return announced
+    return None
+
+
+def _exit_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def _tail(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        return log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
+    return ""
+
+
+def _seconds(since_s: float) -> str:
+    return f"{time.monotonic() - since_s:.1f} s"

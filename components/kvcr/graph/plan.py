@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checked graph to command lines, environments and ports. Starts nothing.
+
+Everything a process needs to know about another one (sockets, control ports, addresses) is decided here,
+before the first of them runs; a process that is restarted gets exactly the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvcr.errors import ConfigError
+from kvcr.graph import models
+from kvcr.graph.config import Component, Graph, Kind, Restart, count_gpus, render_flags
+from kvcr.graph.ports import LOOPBACK, PortBook
+
+DEFAULT_NAMESPACE = "dynamo"
+DEFAULT_POOL_BYTES = "1GiB"
+DEFAULT_BLOCK_SIZE = 32
+SHM = Path("/dev/shm")
+# With the Dynamo runtime's 30 s default, a pause of etcd ends every process; deaths are told by revoking.
+LEASE_TTL_S = 120
+
+WAVES: tuple[tuple[Kind, ...], ...] = (
+    (Kind.GUARD,),
+    (Kind.WORKER, Kind.FRONTEND),
+    # Ready only once it knows a worker; started before, it would log a refused health check every second.
+    (Kind.ROUTER,),
+)
+"""Kinds that start together; a wave starts when all of the one before are ready, servers before all."""
+
+START_TIMEOUT_S = {Kind.GUARD: 60.0, Kind.WORKER: 600.0, Kind.ROUTER: 120.0, Kind.FRONTEND: 120.0}
+"""A worker compiles and loads weights; two of them on two loaded cores take minutes."""
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where one run of a graph keeps its things."""
+
+    run_id: str
+    run_dir: Path
+    """Logs, graph.json, the secret, the data of etcd and NATS."""
+
+    @property
+    def logs(self) -> Path:
+        return self.run_dir / "logs"
+
+    @property
+    def secret(self) -> Path:
+        return self.run_dir / "secret"
+
+    @property
+    def pools(self) -> Path:
+        """Root of the pools, on tmpfs; removed when the graph goes down."""
+        return SHM / f"kvcr-{self.run_id}"
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """etcd or NATS: one of our own on ``port``, or somebody else's at ``url``."""
+
+    kind: Kind
+    url: str
+    port: int
+    """0 when the server is external."""
+    config: str | None = None
+
+    @property
+    def external(self) -> bool:
+        return self.port == 0
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process to run."""
+
+    name: str
+    kind: Kind
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Added to the launcher's own environment."""
+    restart: Restart
+    start_timeout_s: float
+    health_url: str | None
+    """Answers 200 once the process is ready; None: it prints a line of JSON with ``"ready": true``."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    urls: Mapping[str, str] = field(default_factory=dict)
+    metrics: str | None = None
+    control: str | None = None
+    """Control endpoint of the guard, also on its worker: the join between the two."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a graph's processes, in no particular order, and what they have in common."""
+
+    graph: Graph
+    paths: RunPaths
+    namespace: str
+    model: str | None
+    served_model: str | None
+    servers: tuple[ServerPlan, ...]
+    processes: tuple[ProcessPlan, ...]
+
+    @property
+    def etcd(self) -> str | None:
+        return next((server.url for server in self.servers if server.kind is Kind.ETCD), None)
+
+    @property
+    def nats(self) -> str | None:
+        return next((server.url for server in self.servers if server.kind is Kind.NATS), None)
+
+    @property
+    def url(self) -> str | None:
+        """Base URL of the OpenAI API, when the graph has a frontend."""
+        found = [process.urls["openai"] for process in self.processes if process.kind is Kind.FRONTEND]
+        return found[0] if found else None
+
+
+def make_plan(graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[str, str]) -> Plan:
+    """Decide everything. ``environ`` is looked at for ``ETCD_ENDPOINTS`` and ``NATS_SERVER`` only.
+
+    Raises ConfigError for a missing model, a taken port, or components that contradict each other.
+    """
+    return _Planner(graph, paths, ports, environ).plan()
+
+
+class _Planner:
+    def __init__(self, graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[str, str]) -> None:
+        self._graph = graph
+        self._paths = paths
+        self._ports = ports
+        self._environ = environ
+        self._namespace = str(self._agreed("namespace", (Kind.GUARD, Kind.WORKER, Kind.ROUTER)) or "dynamo")
+        self._model = self._agreed("model", (Kind.WORKER, Kind.ROUTER))
+        self._controls: list[str] = []
+
+    def plan(self) -> Plan:
+        """Guards first: workers are told their sockets and ports."""
+        graph = self._graph
+        served = self._check_model()
+        servers = tuple(
+            server for kind in (Kind.ETCD, Kind.NATS) if (server := self._server(kind)) is not None
+        )
+        self._env = self._shared_environment({server.kind: server.url for server in servers})
+        processes: list[ProcessPlan] = []
+        for kind, build in (
+            (Kind.GUARD, self._guard),
+            (Kind.WORKER, self._worker),
+            (Kind.ROUTER, self._router),
+            (Kind.FRONTEND, self._frontend),
+        ):
+            component = graph.get(kind)
+            if component is not None:
+                processes += [build(component, index, served) for index in range(graph.count(kind))]
+        return Plan(graph, self._paths, self._namespace, self._model, served, servers, tuple(processes))
+
+    def _agreed(self, key: str, kinds: tuple[Kind, ...]) -> Any:
+        """The one value several components give for a key, None when none does."""
+        values = {
+            f"{kind.value}.{key}": component.params[key]
+            for kind in kinds
+            if (component := self._graph.get(kind)) is not None and key in component.params
+        }
+        if len({str(value) for value in values.values()}) > 1:
+            raise ConfigError(
+                f"{self._graph.source}: {' and '.join(f'{k}={v!r}' for k, v in values.items())} differ; "
+                f"put {key} into Common and name it in common-configs"
+            )
+        return next(iter(values.values()), None)
+
+    def _check_model(self) -> str | None:
+        needed = [kind for kind in (Kind.WORKER, Kind.ROUTER) if self._graph.get(kind)]
+        if not needed:
+            return None
+        if self._model is None:
+            raise ConfigError(
+                f"{self._graph.source}: {needed[0].value}.model is missing; name a model or path"
+            )
+        models.check_model(self._model)
+        named = self._agreed("served-model-name", (Kind.WORKER, Kind.ROUTER))
+        return str(named) if named is not None else models.served_name(self._model)
+
+    def _server(self, kind: Kind) -> ServerPlan | None:
+        component = self._graph.get(kind)
+        if component is None:
+            variable = "ETCD_ENDPOINTS" if kind is Kind.ETCD else "NATS_SERVER"
+            address = self._environ.get(variable)
+            if address:
+                return ServerPlan(kind, address, 0)
+            for needing in (Kind.FRONTEND, Kind.ROUTER, Kind.WORKER):
+                if self._graph.get(needing):
+                    raise ConfigError(
+                        f"{self._graph.source}: {needing.value} needs {kind.value}; add `{kind.value}: {{}}` "
+                        f"for a local one, `{kind.value}: {{address: ...}}`, or set {variable}"
+                    )
+            return None
+        address = component.params.get("address")
+        if address:
+            return ServerPlan(kind, _checked_address(str(address), kind), 0)
+        port = self._port(component, "port", 0)
+        scheme = "http" if kind is Kind.ETCD else "nats"
+        config = component.params.get("config")
+        return ServerPlan(kind, f"{scheme}://{LOOPBACK}:{port}", port, str(config) if config else None)
+
+    def _shared_environment(self, servers: Mapping[Kind, str]) -> dict[str, str]:
+        env = {
+            "KVCR_RUN_DIR": str(self._paths.run_dir),
+            "KVCR_SECRET_FILE": str(self._paths.secret),
+            "DYN_NAMESPACE": self._namespace,
+            "PYTHONUNBUFFERED": "1",
+        }
+        if Kind.ETCD in servers:
+            env |= {
+                "ETCD_ENDPOINTS": servers[Kind.ETCD],
+                "ETCD_LEASE_TTL": str(LEASE_TTL_S),
+                "DYN_DISCOVERY_BACKEND": "etcd",
+                "DYN_REQUEST_PLANE": "tcp",
+                "DYN_TCP_RPC_HOST": LOOPBACK,
+                "DYN_SYSTEM_HOST": LOOPBACK,
+            }
+        if Kind.NATS in servers:
+            env |= {"NATS_SERVER": servers[Kind.NATS], "DYN_EVENT_PLANE": "nats"}
+        return env
+
+    def _guard(self, component: Component, index: int, _served: str | None) -> ProcessPlan:
+        name = self._name(Kind.GUARD, index)
+        control_port = self._port(component, "control-port", index)
+        metrics_port = self._port(component, "metrics-port", index)
+        pool_dir = self._paths.pools / name
+        params: dict[str, Any] = {
+            "pool-bytes": DEFAULT_POOL_BYTES,
+            "cluster": "ETCD_ENDPOINTS" in self._env,
+            **_without(component.params, "control-port", "metrics-port", "namespace"),
+            "name": name,
+            "pool-dir": pool_dir,
+            "socket": pool_dir / "guard.sock",
+            "control": f"tcp://{LOOPBACK}:{control_port}",
+            "metrics-port": metrics_port,
+            "namespace": self._namespace,
+            "secret-file": self._paths.secret,
+        }
+        control = f"tcp://{LOOPBACK}:{control_port}"
+        self._controls.append(control)
+        metrics = f"http://{LOOPBACK}:{metrics_port}/metrics"
+        return self._process(
+            component,
+            index,
+            "kvcr.guard",
+            render_flags(params, "guard"),
+            ports={"control": control_port, "metrics": metrics_port},
+            urls={"socket": str(pool_dir / "guard.sock"), "pool_dir": str(pool_dir)},
+            metrics=metrics,
+            control=control,
+        )
+
+    def _worker(self, component: Component, index: int, served: str | None) -> ProcessPlan:
+        assert self._model is not None
+        system_port = self._port(component, "system-port", index)
+        name = self._name(Kind.WORKER, index)
+        control = self._controls[index] if self._controls else None
+        params: dict[str, Any] = {
+            "block-size": DEFAULT_BLOCK_SIZE,
+            **_without(component.params, "system-port", "kv-transfer-config", "kv-events-config"),
+            "model": models.model_path(self._model),
+            "served-model-name": served,
+            "kv-transfer-config": self._transfer_config(component, index, control),
+            "kv-events-config": _merged(
+                component.params.get("kv-events-config"),
+                {
+                    "enable_kv_cache_events": True,
+                    "publisher": "zmq",
+                    "topic": "",
+                    # vLLM binds TCP on all interfaces or not at all, and these events carry token ids.
+                    "endpoint": f"ipc://{self._paths.pools}/{name}.events",
+                },
+            ),
+        }
+        if self._graph.get(Kind.ROUTER):
+            # The router is the model's public face; a worker listed beside it would get its requests past it.
+            params.setdefault("endpoint-types", "none")
+        return self._process(
+            component,
+            index,
+            "kvcr.vllm.worker_main",
+            render_flags(params, "vllm_worker"),
+            env={
+                "PYTHONHASHSEED": "0",
+                "DYN_SYSTEM_PORT": str(system_port),
+                **self._devices(component, index),
+            },
+            ports={"system": system_port},
+            urls={"health": f"http://{LOOPBACK}:{system_port}/health"},
+            metrics=f"http://{LOOPBACK}:{system_port}/metrics",
+            control=control,
+        )
+
+    def _transfer_config(self, component: Component, index: int, control: str | None) -> Any:
+        given = component.params.get("kv-transfer-config")
+        engine: dict[str, Any] = {"namespace": self._namespace}
+        if control is not None:
+            name = self._name(Kind.GUARD, index)
+            engine |= {
+                "name": name,
+                "socket": str(self._paths.pools / name / "guard.sock"),
+                "pool_dir": str(self._paths.pools / name),
+                # Stock dynamo.vllm reads this list, and publishes that this worker takes hints and where
+                # other guards reach its own.
+                "secondary_tiers": [
+                    {
+                        "type": "kvcr",
+                        "router_capabilities": ["router_hint"],
+                        "control_ports": [int(control.rsplit(":", 1)[1])],
+                        "control_advertise_host": LOOPBACK,
+                    }
+                ],
+            }
+        return _merged(
+            given,
+            {
+                "kv_connector": "KvcrConnector",
+                "kv_connector_module_path": "kvcr.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": engine,
+            },
+        )
+
+    def _router(self, component: Component, index: int, served: str | None) -> ProcessPlan:
+        assert self._model is not None
+        system_port = self._port(component, "system-port", index)
+        worker = self._graph.get(Kind.WORKER)
+        block_size = worker.params.get("block-size", DEFAULT_BLOCK_SIZE) if worker else DEFAULT_BLOCK_SIZE
+        params: dict[str, Any] = {
+            "block-size": block_size,
+            **_without(component.params, "model", "served-model-name", "system-port", "namespace"),
+            "namespace": self._namespace,
+            "model-path": models.model_path(self._model),
+            "model-name": served,
+            "secret-file": self._paths.secret,
+        }
+        return self._process(
+            component,
+            index,
+            "router_hints",
+            render_flags(params, "router"),
+            env={"DYN_SYSTEM_PORT": str(system_port)},
+            ports={"system": system_port},
+            urls={"health": f"http://{LOOPBACK}:{system_port}/health"},
+            metrics=f"http://{LOOPBACK}:{system_port}/metrics",
+        )
+
+    def _frontend(self, component: Component, index: int, _served: str | None) -> ProcessPlan:
+        host = str(component.params.get("http-host") or LOOPBACK)
+        wanted = component.params.get("http-port")
+        port = self._ports.take(int(wanted), "Frontend.http-port", host) if wanted else self._ports.free()
+        params = {"router-mode": "round-robin", **component.params, "http-host": host, "http-port": port}
+        base = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
+        return self._process(
+            component,
+            index,
+            "dynamo.frontend",
+            render_flags(params, "frontend"),
+            ports={"http": port},
+            urls={"openai": f"{base}/v1", "health": f"{base}/health"},
+            metrics=f"{base}/metrics",
+        )
+
+    def _process(
+        self,
+        component: Component,
+        index: int,
+        module: str,
+        flags: list[str],
+        *,
+        ports: Mapping[str, int],
+        urls: Mapping[str, str],
+        metrics: str,
+        env: Mapping[str, str] | None = None,
+        control: str | None = None,
+    ) -> ProcessPlan:
+        kind, service = component.kind, component.service
+        own = {
+            name: value[index] if isinstance(value, tuple) else value for name, value in service.env.items()
+        }
+        return ProcessPlan(
+            name=self._name(kind, index),
+            kind=kind,
+            argv=(sys.executable, "-m", module, *flags, *service.args),
+            env={**self._env, **(env or {}), **own},
+            restart=service.restart,
+            start_timeout_s=service.start_timeout_s or START_TIMEOUT_S[kind],
+            health_url=urls.get("health"),
+            ports=ports,
+            urls=urls,
+            metrics=metrics,
+            control=control,
+        )
+
+    def _devices(self, component: Component, index: int) -> dict[str, str]:
+        """What ``ServiceArgs.resources`` means for one engine."""
+        env: dict[str, str] = {}
+        resources = component.service.resources
+        if cpus := resources.get("cpu"):
+            env["OMP_NUM_THREADS"] = str(cpus)
+        if each := resources.get("gpu"):
+            wanted, found = each * self._graph.count(component.kind), count_gpus()
+            if wanted > found:
+                raise ConfigError(
+                    f"{self._graph.source}: {component.kind.value} asks for {wanted} GPUs "
+                    f"({each} for each process), this machine has {found}; lower workers or resources.gpu"
+                )
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * each + i) for i in range(each))
+        return env
+
+    def _port(self, component: Component, key: str, index: int) -> int:
+        """The port given for the first process plus ``index``, or a free one."""
+        given = component.params.get(key)
+        if not given:
+            return self._ports.free()
+        if isinstance(given, bool) or not isinstance(given, int):
+            raise ConfigError(
+                f"{self._graph.source}: {component.kind.value}.{key} is {given!r}; expected a port"
+            )
+        return self._ports.take(given + index, f"{component.kind.value}.{key}")
+
+    def _name(self, kind: Kind, index: int) -> str:
+        stem = {Kind.GUARD: "guard", Kind.WORKER: "worker"}.get(kind, kind.value.lower())
+        if kind not in (Kind.GUARD, Kind.WORKER):
+            return stem
+        etcd = self._graph.get(Kind.ETCD)
+        if kind is Kind.GUARD and (etcd is None or etcd.params.get("address")):
+            # Names of guards are unique in a namespace, and an etcd of somebody else may know other hosts.
+            return f"{self._paths.run_id}-{stem}-{index}"
+        return f"{stem}-{index}"
+
+
+def check_reachable(server: ServerPlan, timeout_s: float = 3.0) -> None:
+    """Raise ConfigError when nobody listens at an external server's address."""
+    for address in server.url.split(","):
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        try:
+            with socket.create_connection((parts.hostname or "", parts.port or 0), timeout_s):
+                return
+        except OSError as error:
+            problem = error
+    raise ConfigError(f"{server.kind.value}.address {server.url} does not answer: {problem}")
+
+
+def _checked_address(address: str, kind: Kind) -> str:
+    for part in address.split(","):
+        parts = urlsplit(part if "//" in part else f"//{part}")
+        try:
+            complete = parts.hostname and parts.port
+        except ValueError:
+            complete = False
+        if not complete:
+            example = "http://10.0.0.1:2379" if kind is Kind.ETCD else "nats://10.0.0.1:4222"
+            raise ConfigError(f"{kind.value}.address is {address!r}; expected host and port, e.g. {example}")
+    return address
+
+
+def _merged(given: Any, defaults: Mapping[str, Any]) -> Any:
+    """A JSON setting over its defaults, level by level. False switches it off; another connector is kept."""
+    if given is False:
+        return None
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"{given!r} is not JSON: {error}") from error
+    given = given or {}
+    connector = given.get("kv_connector")
+    if connector is not None and connector != defaults.get("kv_connector"):
+        return given
+    merged = dict(defaults)
+    for key, value in given.items():
+        both_maps = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(value, merged[key]) if both_maps else value
+    return merged
+
+
+def _without(params: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in keys}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one run of a graph, and what earlier runs that were killed left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvcr.errors import ConfigError
+from kvcr.graph.models import cache_dir
+from kvcr.graph.plan import SHM, RunPaths
+from kvcr.graph.processes import kill_gently, processes_with_env, start_time
+
+STATE_FILE = "graph.json"
+RUN_DIR_VARIABLE = "KVCR_RUN_DIR"
+"""In the environment of every process of a run: how its processes are recognised once it is dead."""
+
+_OWNER = "owner.json"
+_LATEST = "latest"
+_SECRET_BYTES = 32
+
+
+def new_run(graph_name: str, run_dir: Path | None = None) -> RunPaths:
+    """Name a run; ``run_dir`` is ``<cache>/run/<graph>-<random>`` unless given. Creates nothing."""
+    run_id = f"{graph_name}-{secrets.token_hex(3)}"
+    return RunPaths(run_id, (run_dir or cache_dir() / "run" / run_id).absolute())
+
+
+@contextmanager
+def opened(paths: RunPaths) -> Iterator[None]:
+    """Create the directories, the secret and the claim on the pools; remove all but the logs at the end.
+
+    Raises ConfigError when the directory is used by a live run.
+    """
+    paths.logs.mkdir(parents=True, exist_ok=True)
+    with (paths.run_dir / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run directory {paths.run_dir} is used by another kvcr serve") from None
+        _write_secret(paths.secret)
+        paths.pools.mkdir(mode=0o770)
+        pid = os.getpid()
+        owner = {"pid": pid, "start_time": start_time(pid), "run_dir": str(paths.run_dir)}
+        (paths.pools / _OWNER).write_text(json.dumps(owner))
+        _point_latest(paths)
+        try:
+            yield
+        finally:
+            shutil.rmtree(paths.pools, ignore_errors=True)
+            for name in ("etcd", "nats"):
+                shutil.rmtree(paths.run_dir / name, ignore_errors=True)
+            paths.secret.unlink(missing_ok=True)
+
+
+def write_state(paths: RunPaths, state: Mapping[str, Any]) -> None:
+    """Replace ``graph.json`` in one step: readers see the old one or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=paths.run_dir, prefix=".graph-", delete=False) as stream:
+        json.dump(state, stream, indent=2)
+        stream.write("\n")
+    Path(stream.name).chmod(0o644)
+    Path(stream.name).replace(paths.run_dir / STATE_FILE)
+
+
+def sweep_dead_runs() -> list[str]:
+    """End the processes and remove the pools of runs whose launcher was killed; says what it did."""
+    swept: list[str] = []
+    for owner_file in SHM.glob(f"kvcr-*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            owner = json.loads(owner_file.read_text())
+            if start_time(owner["pid"]) == owner["start_time"]:
+                continue
+            pids = processes_with_env(RUN_DIR_VARIABLE, owner["run_dir"])
+            kill_gently(pids)
+            shutil.rmtree(owner_file.parent)
+            swept.append(
+                f"cleaned up after a killed run: {len(pids)} processes, pools in {owner_file.parent}"
+            )
+    return swept
+
+
+def _write_secret(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_hex(_SECRET_BYTES) + "\n")
+
+
+def _point_latest(paths: RunPaths) -> None:
+    """``<cache>/run/latest`` names the newest run, for people and scripts."""
+    if paths.run_dir.parent != cache_dir() / "run":
+        return
+    link = paths.run_dir.parent / _LATEST
+    fresh = link.with_name(f".{_LATEST}-{os.getpid()}")
+    fresh.symlink_to(paths.run_dir.name)
+    fresh.replace(link)

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Build the development environment in .venv from requirements/lock-cpu.txt, and install this project into it.
+# Safe to run again: a step whose inputs did not change is skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+lock=requirements/lock-cpu.txt
+venv=.venv
+torch_index=https://download.pytorch.org/whl/cpu
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '== %s\n' "$*"; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3 python; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null &&
+            [ "$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = 3.11 ]; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    echo "setup: the lock is for Python 3.11, and none was found; install it (Debian: apt install python3.11" \
+        "python3.11-venv python3.11-dev) or name one: PYTHON=/path/to/python3.11 make setup" >&2
+    exit 1
+}
+
+# Prints a digest of the files named; a step is up to date when its stamp holds the same.
+digest() { cat "$@" | sha256sum | cut -d' ' -f1; }
+fresh() { [ "$(cat "$venv/$1" 2>/dev/null)" = "$2" ]; }
+
+started=$SECONDS
+if [ ! -x "$venv/bin/python" ] || [ ! -x "$venv/bin/pip" ]; then
+    python=$(find_python)
+    say "creating $venv with $("$python" --version)"
+    if ! "$python" -m venv "$venv"; then
+        rm -rf "$venv"
+        echo "setup: python cannot create virtual environments; Debian: apt install python3.11-venv" >&2
+        exit 1
+    fi
+fi
+
+locked=$(digest "$lock")
+if fresh .stamp-lock "$locked"; then
+    say "packages: up to date"
+else
+    say "packages: installing $(grep -c == "$lock") from $lock (2.6 GB; a few minutes the first time)"
+    index=()
+    torch=$(grep '^torch==' "$lock")
+    if ! "$venv/bin/pip" install --quiet --no-deps --dry-run "$torch" >/dev/null 2>&1; then
+        say "packages: $torch is not on the configured index, adding $torch_index"
+        index=(--extra-index-url "$torch_index")
+    fi
+    "$venv/bin/pip" install --no-deps "${index[@]}" -r "$lock"
+    printf '%s\n' "$locked" >"$venv/.stamp-lock"
+fi
+
+# Sources in Python are used where they are; only metadata and the C extension need an install.
+packaged=$(digest pyproject.toml setup.py components/kvcr/_native.c components/kvcr/__init__.py)
+if fresh .stamp-package "$packaged" && "$venv/bin/python" -c 'import kvcr' 2>/dev/null; then
+    say "dynamo-kvcr: up to date"
+else
+    say "dynamo-kvcr: installing from here, in place"
+    "$venv/bin/pip" install --no-deps --no-build-isolation -e .
+    printf '%s\n' "$packaged" >"$venv/.stamp-package"
+fi
+say "environment ready in $((SECONDS - started)) s"

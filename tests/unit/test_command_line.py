@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``kvcr`` command line: overrides of graph keys, entries in the manner of ``dynamo serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcr.cli.main import _split_overrides, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_overrides_are_taken_in_both_spellings_wherever_they_stand() -> None:
+    words, pairs = _split_overrides(
+        [
+            "serve",
+            "--Common.model=/m",
+            "-f",
+            "x.yaml",
+            "--VllmWorker.ServiceArgs.workers",
+            "4",
+            "--print-plan",
+        ]
+    )
+    assert words == ["serve", "-f", "x.yaml", "--print-plan"]
+    assert pairs == [("Common.model", "/m"), ("VllmWorker.ServiceArgs.workers", "4")]
+
+
+def test_a_value_may_have_blanks_and_equals_signs() -> None:
+    _, pairs = _split_overrides(["serve", '--VllmWorker.kv-events-config={"a": "b = c"}'])
+    assert pairs == [("VllmWorker.kv-events-config", '{"a": "b = c"}')]
+
+
+def test_an_override_without_a_value_is_refused() -> None:
+    with pytest.raises(SystemExit, match="has no value"):
+        _split_overrides(["serve", "--Frontend.http-port"])
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["serve", "-f", "x.yaml", "--no-such-option"])
+    assert error.value.code == 2
+
+
+def test_a_graph_can_be_named_as_for_dynamo_serve(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["serve", "graphs.agg:Frontend", "--print-plan"]) == 0
+    assert "-m dynamo.frontend" in capsys.readouterr().out
+
+
+def test_an_entry_that_the_graph_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["serve", "graphs.agg:Processor", "-f", "deploy/graphs/agg.yaml", "--print-plan"]) == 2
+    assert "no component Processor" in capsys.readouterr().err
+
+
+def test_a_missing_graph_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "-f", "/no/such/graph.yaml"]) == 2
+    assert "/no/such/graph.yaml does not exist" in capsys.readouterr().err
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "serve" in capsys.readouterr().out

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr doctor``: outcomes, exit code, JSON; and the clash with NVIDIA's distribution."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcr.cli import doctor
+from kvcr.cli.doctor import Check, Outcome
+from kvcr.cli.main import main
+
+
+@pytest.fixture
+def foreign_environment(tmp_path: Path) -> Path:
+    """A directory on the path in which a distribution named ``kvcr`` is installed."""
+    metadata = tmp_path / "kvcr-0.1.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcr\nVersion: 0.1.1\n")
+    return tmp_path
+
+
+def python(program: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    components = Path(__file__).resolve().parents[2] / "components"
+    code = f"import sys; sys.path[:0] = {[str(p) for p in (components, *path)]!r}\n{program}"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_this_environment_is_healthy_and_json_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "check_nixl", lambda: Check("nixl", Outcome.OK, "skipped"))
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    assert report["versions"]["msgspec"]
+    assert {"distribution", "core", "native", "/dev/shm", "CMA", "memlock"} <= {
+        c["name"] for c in report["checks"]
+    }
+
+
+def test_a_warning_leaves_the_exit_code_alone_and_a_failure_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "check_nixl", lambda: Check("nixl", Outcome.WARN, "not installed"))
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(doctor, "check_nixl", lambda: Check("nixl", Outcome.FAIL, "no agent starts"))
+    assert main(["doctor"]) == 1
+    assert "no agent starts" in capsys.readouterr().out
+
+
+def test_a_missing_core_package_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "xxhash" else "1")
+    check = doctor.check_core()
+    assert check.outcome is Outcome.FAIL
+    assert "pip install xxhash" in check.detail
+
+
+def test_nvidias_distribution_is_reported_at_import_once(foreign_environment: Path) -> None:
+    done = python("import kvcr, importlib; import kvcr.errors", foreign_environment)
+    assert done.returncode == 0
+    assert done.stderr.count("kvcr: WARNING: NVIDIA's distribution 'kvcr' 0.1.1") == 1
+    assert "RuntimeWarning" in done.stderr
+    assert "pip uninstall -y kvcr" in done.stderr
+
+
+def test_nvidias_distribution_fails_the_doctor(foreign_environment: Path) -> None:
+    program = "from kvcr.cli import doctor; c = doctor.check_distribution(); print(c.outcome, c.detail)"
+    done = python(program, foreign_environment)
+    assert done.stdout.startswith("fail NVIDIA's distribution")
+
+
+def test_without_it_the_import_is_silent() -> None:
+    assert python("import kvcr").stderr == ""
+
+
+def test_import_is_fast() -> None:
+    program = "import time; t = time.monotonic(); import kvcr; print(time.monotonic() - t)"
+    assert min(float(python(program).stdout) for _ in range(3)) < 0.5

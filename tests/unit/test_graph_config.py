@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph files: what they may say, what is refused and how, and the commands that come out."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcr.errors import ConfigError
+from kvcr.graph.config import Kind, Restart, load_graph, parse_graph, render_flags
+from kvcr.graph.plan import Plan, ProcessPlan, RunPaths, make_plan
+from kvcr.graph.ports import PortBook
+
+AGG = Path(__file__).resolve().parents[2] / "deploy" / "graphs" / "agg.yaml"
+
+
+@pytest.fixture
+def ports() -> Iterator[PortBook]:
+    book = PortBook()
+    yield book
+    book.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "some-model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def plan_of(document: dict[str, Any], ports: PortBook, tmp_path: Path, **environ: str) -> Plan:
+    graph = parse_graph(document, name="test", source="test.yaml")
+    return make_plan(graph, RunPaths("test-1", tmp_path / "run"), ports, environ)
+
+
+def named(plan: Plan, name: str) -> ProcessPlan:
+    return next(process for process in plan.processes if process.name == name)
+
+
+def flag(process: ProcessPlan, name: str) -> str:
+    return process.argv[process.argv.index(name) + 1]
+
+
+def refused(document: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_graph(document, name="test", source="test.yaml")
+    return str(error.value)
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_graph_has_everything_a_deployment_needs() -> None:
+    graph, notes = load_graph(AGG)
+    assert notes == []
+    assert set(graph.components) == set(Kind)
+    assert graph.count(Kind.WORKER) == graph.count(Kind.GUARD) == 2
+    assert all(component.service.restart is Restart.ON_FAILURE for component in graph.components.values())
+
+
+@pytest.mark.parametrize("path", sorted(AGG.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_graph_can_be_planned(
+    path: Path, ports: PortBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr.graph.plan.count_gpus", lambda: 2)
+    graph, notes = load_graph(path)
+    assert notes == []
+    plan = make_plan(graph, RunPaths("test-1", tmp_path / "run"), ports, {})
+    assert {process.kind for process in plan.processes} >= {
+        Kind.GUARD,
+        Kind.WORKER,
+        Kind.ROUTER,
+        Kind.FRONTEND,
+    }
+
+
+def test_an_unknown_component_is_refused_with_the_nearest_name() -> None:
+    message = refused({"Fronted": {}})
+    assert "'Fronted'" in message
+    assert "did you mean 'Frontend'?" in message
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "nearest"),
+    [
+        ("Frontend", "http-prot", "http-port"),
+        ("VllmWorker", "max-modell-len", "max-model-len"),
+        ("Guard", "pool-byte", "pool-bytes"),
+        ("Etcd", "adress", "address"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(component: str, key: str, nearest: str) -> None:
+    message = refused({component: {key: 1}})
+    assert f"{component}.{key}" in message
+    assert f"did you mean '{nearest}'?" in message
+
+
+def test_an_unknown_key_of_service_args_is_refused() -> None:
+    message = refused({"Frontend": {"ServiceArgs": {"worker": 1}}})
+    assert "Frontend.ServiceArgs.worker" in message
+    assert "'workers'" in message
+
+
+def test_a_flag_that_is_the_launchers_is_refused_with_the_reason() -> None:
+    assert "cannot be set here" in refused({"Guard": {"pool-dir": "/dev/shm/x"}})
+
+
+def test_common_values_are_taken_by_those_that_name_them() -> None:
+    graph = parse_graph(
+        {
+            "Common": {"model": "m", "block-size": 64},
+            "VllmWorker": {"common-configs": ["model", "block-size"], "block-size": 32},
+            "Router": {"common-configs": ["model"]},
+        },
+        name="test",
+        source="test.yaml",
+    )
+    assert graph.components[Kind.WORKER].params == {"model": "m", "block-size": 32}
+    assert graph.components[Kind.ROUTER].params == {"model": "m"}
+
+
+def test_a_common_value_that_nobody_takes_is_refused() -> None:
+    assert "Common.block-sizes is taken by no component" in refused(
+        {"Common": {"block-sizes": 32}, "Etcd": {}}
+    )
+
+
+def test_a_missing_common_value_is_refused_with_the_nearest_name() -> None:
+    message = refused({"Common": {"modle": "m"}, "Router": {"common-configs": ["model"]}})
+    assert "did you mean 'modle'?" in message
+
+
+@pytest.mark.parametrize(
+    ("service", "words"),
+    [
+        ({"workers": 0}, "expected 1 to 64"),
+        ({"workers": "two"}, "expected 1 to 64"),
+        ({"restart": "sometimes"}, "expected one of"),
+        ({"resources": {"tpu": 1}}, "known: gpu, cpu"),
+        ({"resources": {"gpu": "1"}}, "expected a whole number"),
+        ({"start-timeout-s": -1}, "expected seconds"),
+        ({"workers": 2, "env": {"A": ["x"]}}, "1 values for 2 processes"),
+    ],
+)
+def test_service_args_out_of_range_are_refused(service: dict[str, Any], words: str) -> None:
+    assert words in refused({"VllmWorker": {"ServiceArgs": service}})
+
+
+def test_each_worker_has_exactly_one_guard() -> None:
+    message = refused(
+        {"VllmWorker": {"ServiceArgs": {"workers": 2}}, "Guard": {"ServiceArgs": {"workers": 3}}}
+    )
+    assert "exactly one guard" in message
+
+
+def test_a_bare_no_in_yaml_means_no_restart(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("Frontend: {ServiceArgs: {restart: no}}")
+    graph, _ = load_graph(path)
+    assert graph.components[Kind.FRONTEND].service.restart is Restart.NO
+
+
+def test_the_command_line_wins_over_the_file() -> None:
+    graph, _ = load_graph(AGG, [("VllmWorker.ServiceArgs.workers", "1"), ("Frontend.http-port", "0")])
+    assert graph.count(Kind.WORKER) == graph.count(Kind.GUARD) == 1
+    assert graph.components[Kind.FRONTEND].params["http-port"] == 0
+
+
+def test_switches_lists_and_mappings_become_flags() -> None:
+    params = {
+        "enforce-eager": True,
+        "enable-prefix-caching": False,
+        "enable-log-requests": None,
+        "served-model-name": ["a", "b"],
+        "kv-events-config": {"publisher": "zmq"},
+        "max-model-len": 100,
+    }
+    assert render_flags(params, "vllm_worker") == [
+        "--enforce-eager", "--no-enable-prefix-caching", "--served-model-name", "a", "b",
+        "--kv-events-config", '{"publisher": "zmq"}', "--max-model-len", "100",
+    ]  # fmt: skip
+
+
+# -- planning --------------------------------------------------------------------------------------------
+
+
+def test_worker_and_guard_find_each_other(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    plan = plan_of(
+        {
+            "Etcd": {},
+            "Nats": {},
+            "Guard": {},
+            "VllmWorker": {"model": str(model), "ServiceArgs": {"workers": 2}},
+            "Router": {"model": str(model)},
+            "Frontend": {},
+        },
+        ports,
+        tmp_path,
+    )
+    for index in (0, 1):
+        guard, worker = named(plan, f"guard-{index}"), named(plan, f"worker-{index}")
+        transfer = json.loads(flag(worker, "--kv-transfer-config"))
+        assert transfer["kv_load_failure_policy"] == "recompute"
+        engine = transfer["kv_connector_extra_config"]
+        assert engine["socket"] == flag(guard, "--socket")
+        tier = engine["secondary_tiers"][0]
+        assert f"tcp://127.0.0.1:{tier['control_ports'][0]}" == flag(guard, "--control") == worker.control
+        assert flag(worker, "--endpoint-types") == "none"
+        assert "--cluster" in guard.argv
+    assert flag(named(plan, "router"), "--model-name") == "some-model"
+    every_port = [port for process in plan.processes for port in process.ports.values()]
+    assert len(every_port) == len(set(every_port))
+
+
+def test_every_process_is_told_where_the_cluster_is(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    plan = plan_of({"Etcd": {}, "Nats": {}, "Guard": {}, "Frontend": {}}, ports, tmp_path)
+    for process in plan.processes:
+        assert process.env["ETCD_ENDPOINTS"] == plan.etcd
+        assert process.env["NATS_SERVER"] == plan.nats
+        assert process.env["ETCD_LEASE_TTL"] == "120"
+        assert process.env["KVCR_SECRET_FILE"] == str(tmp_path / "run" / "secret")
+
+
+def test_a_worker_without_a_guard_lets_the_connector_start_one(
+    ports: PortBook, model: Path, tmp_path: Path
+) -> None:
+    plan = plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": {"model": str(model)}}, ports, tmp_path)
+    engine = json.loads(flag(named(plan, "worker-0"), "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert "socket" not in engine
+    assert "--endpoint-types" not in named(plan, "worker-0").argv
+
+
+def test_settings_of_the_connector_are_merged_with_ours(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    worker = {
+        "model": str(model),
+        "kv-transfer-config": {"kv_connector_extra_config": {"verify_loads": False}},
+    }
+    plan = plan_of({"Etcd": {}, "Nats": {}, "Guard": {}, "VllmWorker": worker}, ports, tmp_path)
+    engine = json.loads(flag(named(plan, "worker-0"), "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert engine["verify_loads"] is False
+    assert engine["socket"]
+
+
+def test_the_connector_can_be_switched_off(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    worker = {"model": str(model), "kv-transfer-config": False}
+    plan = plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": worker}, ports, tmp_path)
+    assert "--kv-transfer-config" not in named(plan, "worker-0").argv
+
+
+def test_a_list_in_env_gives_each_process_its_own(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    service = {"workers": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": [0, 1], "SAME": "x"}}
+    plan = plan_of(
+        {"Etcd": {}, "Nats": {}, "VllmWorker": {"model": str(model), "ServiceArgs": service}}, ports, tmp_path
+    )
+    assert [process.env["VLLM_CPU_OMP_THREADS_BIND"] for process in plan.processes] == ["0", "1"]
+    assert [process.env["SAME"] for process in plan.processes] == ["x", "x"]
+
+
+def test_a_missing_model_is_refused_by_name(ports: PortBook, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'/no/such/model' is not a directory"):
+        plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": {"model": "/no/such/model"}}, ports, tmp_path)
+
+
+def test_components_must_agree_on_the_model(ports: PortBook, model: Path, tmp_path: Path) -> None:
+    document = {"VllmWorker": {"model": str(model)}, "Router": {"model": "smollm2-135m-instruct"}}
+    with pytest.raises(ConfigError, match="differ"):
+        plan_of(document, ports, tmp_path)
+
+
+def test_a_taken_port_is_refused_by_number_and_owner(ports: PortBook, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}, wanted by Frontend\.http-port, is taken"):
+            plan_of({"Etcd": {}, "Nats": {}, "Frontend": {"http-port": port}}, ports, tmp_path)
+
+
+def test_two_components_cannot_have_one_port(ports: PortBook, tmp_path: Path) -> None:
+    port = ports.free()
+    ports.release(port)
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        plan_of({"Etcd": {"port": port}, "Nats": {"port": port}}, ports, tmp_path)
+
+
+def test_servers_of_somebody_else_are_used_at_their_address(ports: PortBook, tmp_path: Path) -> None:
+    plan = plan_of(
+        {
+            "Etcd": {"address": "http://10.0.0.1:2379"},
+            "Nats": {"address": "nats://10.0.0.1:4222"},
+            "Frontend": {},
+        },
+        ports,
+        tmp_path,
+    )
+    assert named(plan, "frontend").env["ETCD_ENDPOINTS"] == "http://10.0.0.1:2379"
+    assert all(server.external for server in plan.servers)
+
+
+def test_an_address_without_a_port_is_refused(ports: PortBook, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected host and port"):
+        plan_of({"Etcd": {"address": "http://10.0.0.1"}}, ports, tmp_path)
+
+
+def test_dynamo_components_need_a_cluster(ports: PortBook, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Frontend needs Etcd"):
+        plan_of({"Frontend": {}}, ports, tmp_path)
+    environ = {"ETCD_ENDPOINTS": "http://10.0.0.1:2379", "NATS_SERVER": "nats://10.0.0.1:4222"}
+    assert plan_of({"Frontend": {}}, ports, tmp_path, **environ).etcd == "http://10.0.0.1:2379"
+
+
+def test_more_gpus_than_the_machine_has_are_refused(
+    ports: PortBook, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr.graph.plan.count_gpus", lambda: 2)
+    document: dict[str, Any] = {
+        "Etcd": {},
+        "Nats": {},
+        "VllmWorker": {"model": str(model), "ServiceArgs": {"workers": 2, "resources": {"gpu": 1}}},
+    }
+    plan = plan_of(document, ports, tmp_path)
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in plan.processes] == ["0", "1"]
+    document["VllmWorker"]["ServiceArgs"]["resources"]["gpu"] = 2
+    with pytest.raises(ConfigError, match="asks for 4 GPUs"):
+        plan_of(document, ports, tmp_path)
