@@ -72,11 +72,15 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     advertise: str = ""
     """Host (or host:port) that peers should connect to, when it differs from ``control``."""
     metrics_host: str = "127.0.0.1"
+    """Address the metrics are served on."""
     metrics_port: int = 0
     """0 picks a free port, -1 serves no metrics."""
     namespace: str = "dynamo"
+    """Dynamo namespace it registers in."""
     peers: list[PeerRecord] = []
+    """Guards known without discovery: endpoints separated by commas, or a JSON file of peer records."""
     transport: TransportChoice = "auto"
+    """How it reads from peers; auto: shared memory where their files are reachable, NIXL elsewhere."""
     linger_s: float = 0.0
     """Leave, removing the files, after this long without an engine. 0: stay."""
     secret_file: str = ""
@@ -86,7 +90,9 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cluster: bool = False
     """Join Dynamo: registration, events, discovery of peers."""
     on_mismatch: OnMismatch = "cold"
+    """When an engine has another layout than the pool: refuse it (cold, fail), or discard the pool."""
     remove_pool_on_exit: bool = False
+    """Remove the pool's files at the end; otherwise they wait for the next guard."""
     lease_ms: int = 5000
     """Longest lease asked from a source for one pull, and longest granted to a peer."""
 
@@ -135,19 +141,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool_dir: str = ""
     """For a guard of our own; empty: ``/dev/shm/kvcr-<uid>/<name>``."""
     pool_bytes: int = 1 << 30
+    """For a guard of our own: size of its pool, all ranks together."""
     name: str = ""
     """For a guard of our own. Two engines on one host need two names."""
     namespace: str = "dynamo"
+    """Part of every block key: engines of two namespaces share nothing."""
     peers: list[str] = []
     """Control endpoints asked when a request carries no hint."""
     transport: TransportChoice = "auto"
+    """For a guard of our own: how it reads from peers."""
     verify_loads: bool = True
+    """Check every block's checksum before it enters engine memory."""
     lease_wait_ms: float = 50.0
+    """How long a request waits to learn what a source has; longer if its hint says recomputing is slow."""
     load_deadline_ms: float = 2000.0
+    """After this a load ends with what has arrived. A hint with an estimate brings its own deadline."""
     deposit_decode: bool = True
+    """Also keep blocks filled while decoding, not only the prompt's."""
     secondary_tiers: Any = None
     """Accepted for compatibility with vLLM's own offloading settings; not used."""
     on_mismatch: OnMismatch = "cold"
+    """When the guard's pool has another layout: serve cold, have the pool discarded, or fail to start."""
 
     def __post_init__(self) -> None:
         _require(self.pool_bytes > 0, "pool_bytes", self.pool_bytes, "more than 0, e.g. 2GiB")

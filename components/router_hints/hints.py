@@ -16,7 +16,9 @@ from router_hints.planner import Plan
 def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) -> dict[str, Any] | None:
     """The hint that asks the target's guard for the plan's copies, or None for a plan without any.
 
-    ``keys`` are the request's block keys in the *target's* key space, from its first block on.
+    ``keys`` are the request's block keys in the *target's* key space, from its first block on. A copy may
+    take ``deadline_ms``, or half the time to recompute if that is more: a source that hangs then costs a
+    request half as long again as no hint would have.
     """
     if not plan.sources:
         return None
@@ -26,7 +28,7 @@ def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) 
         sources=[FetchSource(run.endpoint, run.first, run.count, run.guard) for run in plan.sources],
         last_key=keys[last].hex(),
         give_up_ms=round(plan.give_up_ms, 3),
-        deadline_ms=deadline_ms,
+        deadline_ms=max(deadline_ms, round(plan.give_up_ms / 2, 3)),
     )
     return envelope(plan.plan_id, [fetch_action(f"{plan.plan_id}.0", payload)])
 

@@ -65,7 +65,12 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         "--secret-file", help="deployment secret; without it guards' records are not verified"
     )
     parser.add_argument("--index-blocks", type=int, default=2_000_000, help="most blocks the index holds")
-    parser.add_argument("--deadline-ms", type=float, default=2000.0, help="longest a hinted copy may take")
+    parser.add_argument(
+        "--deadline-ms",
+        type=float,
+        default=2000.0,
+        help="longest a hinted copy may take, or half the time to recompute if that is more",
+    )
     parser.add_argument("--explain-plans", type=int, default=1000, help="plans kept for the explain endpoint")
     costing = parser.add_argument_group("cost model", "defaults until measured")
     for name, text in (

@@ -64,6 +64,13 @@ def test_a_hint_is_an_envelope_that_survives_json_and_decodes_as_its_payload() -
     assert (payload.give_up_ms, payload.deadline_ms) == (12.346, 1500)
 
 
+def test_a_copy_may_take_half_as_long_as_recomputing_if_that_is_more_than_the_setting() -> None:
+    slow = replace(made(SourceRun("g1", "tcp://x:1", 0, 4, 4)), give_up_ms=14_000.0)
+    hint = build_envelope(slow, KEYS, deadline_ms=2000)
+    assert hint is not None
+    assert hint["actions"][0]["payload"]["deadline_ms"] == 7000
+
+
 def test_a_plan_without_copies_has_no_hint() -> None:
     assert build_envelope(made(), KEYS, deadline_ms=1) is None
 

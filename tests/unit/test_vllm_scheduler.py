@@ -300,6 +300,33 @@ def test_a_lease_reply_that_leaves_blocks_open_is_waited_out_but_not_longer_than
         assert scheduler.take_counters().lease_timeouts == 0
 
 
+def test_the_longer_recomputing_takes_the_longer_a_lease_reply_is_waited_for() -> None:
+    handle = FakeHandle()
+    made = request(21)
+    made.kv_hints = hint_of(made, 5, give_up_ms=14_000.0, deadline_ms=7_000.0)
+    scheduler = make(handle, lease_wait_ms=50, load_deadline_ms=2000)
+    scheduler.on_new_request(made)
+    handle.now += 0.69
+    assert scheduler.matched_tokens(made, 0) == (None, False)
+    handle.fetches["r"].leased(FetchLease("r", 0, 0, "its source has not answered yet"))
+    assert scheduler.matched_tokens(made, 0) == (None, False)
+    handle.fetches["r"].leased(FetchLease("r", 0, 5))
+    assert scheduler.matched_tokens(made, 0) == (20, True)
+    scheduler.after_alloc(made, blocks([1, 2, 3, 4, 5]), 20)
+    (load,) = scheduler.build_metadata(step({}, {})).loads
+    assert load.deadline_s == pytest.approx(7.0 - 0.69), "the hint's deadline, less what has passed"
+
+
+def test_a_hint_without_an_estimate_is_held_to_our_own_deadline() -> None:
+    handle = FakeHandle()
+    made = request(21)
+    made.kv_hints = hint_of(made, 5, give_up_ms=0.0, deadline_ms=7_000.0)
+    scheduler = make(handle, load_deadline_ms=2000)
+    scheduler.on_new_request(made)
+    (sent,) = handle.sent
+    assert sent["deadline_ms"] == 2000
+
+
 def test_without_a_lease_in_time_it_goes_on_with_what_is_local() -> None:
     handle = FakeHandle()
     made = request(21)

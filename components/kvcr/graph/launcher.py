@@ -42,6 +42,8 @@ SERVER_GRACE_S = 1.0
 
 _REAP_TIMEOUT_S = 1.0
 _POLL_S = 0.2
+_QUIET_POLL_S = 2.0
+"""While everything runs: the end of a child ends the sleep anyway."""
 _PROBE_TIMEOUT_S = 1.0
 _MAX_PROBE_EVERY_S = 2.0
 """Dynamo logs an error for each health check before it is ready."""
@@ -114,7 +116,7 @@ class Launcher:
                 self._start()
                 while not self._signals:
                     self._watch()
-                    self._sleep(_POLL_S)
+                    self._sleep(_QUIET_POLL_S if self._quiet else _POLL_S)
             except _Stopped:
                 pass
             finally:
@@ -240,6 +242,13 @@ class Launcher:
 
     # -- watching ------------------------------------------------------------------------------------
 
+    @property
+    def _quiet(self) -> bool:
+        """Nothing is starting, waiting to be restarted, or to be cleaned up after."""
+        return not self._forgetting and all(
+            member.state in (State.READY, State.ENDED) for member in self._members
+        )
+
     def _watch(self) -> None:
         for server in self._plan.servers:
             self._watch_server(server)
@@ -286,7 +295,8 @@ class Launcher:
                     child.send(signal.SIGKILL)
             elif member.plan.kind in _INSTANCES and member.instance is None:
                 self._identify(member)
-                self._save()
+                if member.instance is not None:
+                    self._save()
             return
         self._clean_up_after(member, child)
         if now - child.started_s > _STABLE_S:

@@ -29,7 +29,7 @@ from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.04
-"""The engine waits 50 ms for FetchLease; it gets what is known by then."""
+"""The engine may wait only 50 ms for FetchLease; it gets what is known by then, and the rest when it is."""
 
 STEPS_IN_FLIGHT = 2
 """Per pull: one is hashed while the next is copied."""
@@ -496,10 +496,12 @@ class Fetches:
     # --- telling ----------------------------------------------------------------------------------
 
     def _answer(self, active: _Active) -> None:
-        if not active.pull.answered:
-            active.pull.answered = True
-            fetch, pull = active.fetch, active.pull
-            active.answer(FetchLease(fetch.request_id, fetch.first, pull.available(), pull.reason()))
+        """Say what the load may count on; again when a source that was late made it more."""
+        fetch, pull = active.fetch, active.pull
+        available = pull.available()
+        if available > pull.promised:
+            pull.promised = available
+            active.answer(FetchLease(fetch.request_id, fetch.first, available, pull.reason()))
 
     def _report(self, active: _Active, *, final: bool) -> None:
         pull, fetch = active.pull, active.fetch

@@ -73,8 +73,8 @@ class Pull:
         self.started_s = started_s
         self.deadline_s = deadline_s
         self.give_up_s = give_up_s
-        self.answered = False
-        """Whether FetchLease was sent; kept here for the shell."""
+        self.promised = -1
+        """``available`` of the last FetchLease sent, -1 before the first; kept here for the shell."""
         self.phase = np.full(count, Phase.WANTED, np.uint8)
         self.source = np.full(count, -1, np.int16)
         self.remote_slots = np.full(count, -1, np.int32)

@@ -150,7 +150,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 class Fetch(Message, frozen=True):
     """Scheduler to guard: a hint says these blocks are worth copying here, for this request.
 
-    Answered by FetchLease once, then by FetchProgress until ``final``.
+    Answered by FetchLease, again when a late source adds to it, and by FetchProgress until ``final``.
     """
 
     epoch: int
