@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The long prompt of the demo, and as many distinct ones of the same length as a benchmark needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+QUESTION = "What is the name of the dog at the station?"
+FOLLOW_UP = "And what is the name of the supply boat?"
+
+_TEXT = Path(__file__).with_name("document.txt")
+
+
+def document(variant: int = 0) -> str:
+    """About 2,000 tokens of a lighthouse's logbook.
+
+    Variant 0 is the text as written. Every other variant differs from all of them from its first line on
+    (so that no block of one is a prefix of another) and has the days in another order.
+    """
+    text = _TEXT.read_text()
+    if variant == 0:
+        return text
+    title, *paragraphs = text.strip().split("\n\n")
+    random.Random(variant).shuffle(paragraphs)
+    return "\n\n".join([f"Copy {variant} of a logbook. {title}", *paragraphs]) + "\n"
+
+
+def prompt(variant: int = 0, question: str = QUESTION) -> list[Mapping[str, str]]:
+    """The document and a question, as the messages of a chat."""
+    content = f"{document(variant)}\nAnswer from the logbook in one sentence. {question}"
+    return [{"role": "user", "content": content}]
+
+
+def follow_up(messages: list[Mapping[str, str]], answer: str) -> list[Mapping[str, str]]:
+    """The next turn of the same chat."""
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": FOLLOW_UP}]

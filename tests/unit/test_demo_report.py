@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo says about what it saw, also when it saw nothing to be proud of."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+
+from demo import table
+from demo.client import Answer
+from demo.graph import Graph, Worker
+from demo.metrics import Page, parse
+from demo.observe import Seen, read_off
+from demo.report import curl_line, show
+from demo.scenes.share import Shared
+
+BLOCK_SIZE = 32
+
+
+def worker(label: str) -> Worker:
+    return Worker(
+        label=label,
+        name=f"worker-{label}",
+        pid=1,
+        metrics_url=f"http://worker-{label}",
+        instance_id=7,
+        guard=f"guard-{label}",
+        guard_pid=2,
+        guard_metrics_url=f"http://guard-{label}",
+        pool_dir=Path("/dev/shm/nowhere"),
+    )
+
+
+A, B = worker("A"), worker("B")
+GRAPH = Graph(Path("/run"), 3, "http://127.0.0.1:8000", "smol", "dynamo", "nats://x", "http://r", (A, B), 32)
+
+
+def answer(text: str, ttft_s: float, cached_tokens: int) -> Answer:
+    return Answer(text, ttft_s, ttft_s + 1, 2000, cached_tokens, 8, "id")
+
+
+def pages(**texts: str) -> dict[str, Page]:
+    return {w.guard_metrics_url: parse(texts.get(w.label, "")) for w in (A, B)}
+
+
+PULLED = {
+    "B": 'kvcr_pulled_blocks_total{transport="shm"} 62\nkvcr_pulled_bytes_total{transport="shm"} 91422720\n'
+    "kvcr_pull_seconds_sum 0.118\nkvcr_deposited_blocks_total 1\n",
+    "A": 'kvcr_served_blocks_total{transport="shm"} 62\nkvcr_served_bytes_total{transport="shm"} 91422720\n',
+}
+
+
+def scene() -> Shared:
+    cold = read_off(GRAPH, A, answer("Biscuit.", 5.75, 0), pages(A="kvcr_deposited_blocks_total 62\n"))
+    turn = read_off(GRAPH, A, answer("Marigold.", 0.5, 1984), pages())
+    pulled = read_off(GRAPH, B, answer("Biscuit.", 0.49, 1984), pages(**PULLED))
+    return Shared(cold, turn, pulled)
+
+
+def shown(result: Shared) -> str:
+    out = io.StringIO()
+    show(GRAPH, result, out)
+    return out.getvalue()
+
+
+def test_counters_become_tokens_by_where_they_came_from() -> None:
+    pulled = scene().pulled
+    assert (pulled.computed_tokens, pulled.own_tokens, pulled.pulled_tokens) == (16, 0, 1984)
+    assert (pulled.source, pulled.transport, pulled.pull_s) == (A, "shm", 0.118)
+    assert scene().sides_agree
+    follow_up = scene().follow_up
+    assert (follow_up.computed_tokens, follow_up.own_tokens, follow_up.pulled_tokens) == (16, 1984, 0)
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_page_has_every_figure(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "HAVE_RICH", rich and table.HAVE_RICH)
+    page = shown(scene())
+    for figure in ("1984 from A", "91.4 MB", "5.75 s", "490 ms", "11.7x", "identical: yes", "bytes: yes"):
+        assert figure in page
+    assert page.count("\n  1. ") == page.count("\n  2. ") == page.count("\n  3. ") == 1
+
+
+def test_another_answer_is_not_hidden() -> None:
+    result = scene()
+    wrong = dataclasses.replace(result.pulled, answer=answer("Rex.", 0.49, 1984))
+    page = shown(dataclasses.replace(result, pulled=wrong))
+    assert "identical: NO" in page
+    assert "ANOTHER ANSWER" in page
+
+
+def test_a_pull_that_did_not_happen_is_said() -> None:
+    result = scene()
+    nothing: Seen = read_off(GRAPH, B, answer("Biscuit.", 5.5, 0), pages())
+    page = shown(dataclasses.replace(result, pulled=nothing))
+    assert "nothing was shared" in page
+    assert "/run" in page
+
+
+def test_the_curl_line_is_one_shell_command() -> None:
+    line = curl_line(GRAPH)
+    assert line.startswith("curl -N http://127.0.0.1:8000/v1/chat/completions ")
+    assert line.count("'") == 4
+
+
+def test_sizes_and_durations_are_for_people() -> None:
+    assert [table.size(n) for n in (12, 1500, 91_422_720, 2e9)] == ["12 B", "1.5 kB", "91.4 MB", "2.0 GB"]
+    assert [table.seconds(s) for s in (0.0424, 5.753)] == ["42 ms", "5.75 s"]
