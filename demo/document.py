@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-QUESTION = "What is the name of the dog at the station?"
-FOLLOW_UP = "And what is the name of the supply boat?"
+QUESTION = "What is the dog called?"
+FOLLOW_UP = "What is the supply boat called?"
 
 _TEXT = Path(__file__).with_name("document.txt")
 
@@ -29,8 +29,7 @@ def document(variant: int = 0) -> str:
 
 def prompt(variant: int = 0, question: str = QUESTION) -> list[Mapping[str, str]]:
     """The document and a question, as the messages of a chat."""
-    content = f"{document(variant)}\nAnswer from the logbook in one sentence. {question}"
-    return [{"role": "user", "content": content}]
+    return [{"role": "user", "content": f"{document(variant)}\n{question}"}]
 
 
 def follow_up(messages: list[Mapping[str, str]], answer: str) -> list[Mapping[str, str]]:
