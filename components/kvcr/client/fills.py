@@ -32,6 +32,10 @@ class Fills:
     def unsent(self) -> bool:
         return bool(self._unsent)
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """(slot, generation) of everything not confirmed."""
+        return list(self._by_slot)
+
     def add(self, spec: SaveSpec, rank: int) -> None:
         """All blocks of ``spec`` are in their slots now."""
         for start in range(0, len(spec.slots) // 4, MAX_BLOCKS_PER_MESSAGE):

@@ -80,7 +80,9 @@ class Guard:
         self.meters = Meters()
         self.peers = Peers(config.peers)
         self.inventory = InventoryLog(self.name, self.incarnation)
-        self.seat = Seat(self._state_changed)
+        self._state_subscribers: list[Callable[[GuardState, int], None]] = []
+        self._last_tick_s = 0.0
+        self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
         self._nixl: NixlThread | None = None
@@ -95,7 +97,14 @@ class Guard:
         self._deposits = Deposits(self, self._movers, self.meters)
         self._fetches = Fetches(self, self.loop, self.meters, config.lease_ms)
         self._engines = EngineServer(
-            self, self.loop, self.seat, self._deposits, self._fetches, self._scrubber, self.meters
+            self,
+            self.loop,
+            self.seat,
+            self._deposits,
+            self._fetches,
+            self._scrubber,
+            self.meters,
+            min(TICK_S, config.fence_after_s / 4),
         )
         self._server = PeerServer(
             self, self.loop, self.inventory, self.meters, self._scrubber, config.lease_ms
@@ -178,6 +187,11 @@ class Guard:
         if self.pool is not None:
             self.pool.tick(now_s)
         self.seat.check(self.pool)
+        if self.config.fence_after_s:
+            if now_s - self._last_tick_s > 2 * TICK_S:
+                self.seat.excuse(now_s)
+            self.seat.fence(self.config.fence_after_s, now_s)
+        self._last_tick_s = now_s
         if self.seat.state in (GuardState.STANDBY, GuardState.CHECKING):
             self._lonely_since_s = None
         elif self._lonely_since_s is None:
@@ -402,6 +416,10 @@ class Guard:
     def subscribe(self, callback: Callable[[Inventory], None]) -> None:
         self.inventory.subscribe(callback)
 
+    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None:
+        self._state_subscribers.append(callback)
+        callback(self.seat.state, self.epoch)
+
     def set_peers(self, peers: dict[str, PeerRecord]) -> None:
         self.peers.set_found(peers)
         self._warm_up()
@@ -475,6 +493,12 @@ class Guard:
         if state is GuardState.CHECKING:
             for delay_s in DEATH_CHECKS_S:
                 self.loop.later(delay_s, lambda: self.seat.check(self.pool))
+        for callback in list(self._state_subscribers):
+            try:
+                callback(state, self.epoch)
+            except Exception:
+                log.exception("a subscriber to the state failed and is dropped")
+                self._state_subscribers.remove(callback)
 
     def _refresh_gauges(self) -> None:
         """On the metrics thread: reads only."""
