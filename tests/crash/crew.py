@@ -140,6 +140,11 @@ class Guard(_Member):
     def slots(self, state: str) -> int:
         return int(self.metrics()[f'kvcr_pool_slots{{state="{state}"}}'])
 
+    def cpu_s(self) -> float:
+        """User and system time used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def wait(self, what: str, true: Any, within_s: float = 10.0) -> float:
         """Until ``true(self)``; seconds it took. Raises AssertionError after ``within_s``."""
         started_s = time.monotonic()

@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import time
-from pathlib import Path
 
-import numpy as np
+import pytest
 from crew import OK, Crew, Engine, Guard
-from engine_client import LAYOUT, chain
+from engine_client import LAYOUT, chain, content
 
 from kvcr.keys import pack_keys
 from kvcr.protocol.engine import (
@@ -230,7 +229,7 @@ def test_a_hung_engine_is_fenced_where_that_is_the_policy(crew: Crew) -> None:
     assert guard.metrics()["kvcr_fences_total"] == 1
 
 
-def test_every_slot_is_accounted_for_after_all_engines_died(crew: Crew, shm_dir: Path) -> None:
+def test_every_slot_is_accounted_for_after_all_engines_died(crew: Crew) -> None:
     guard = crew.guard("a", slots=64)
     for number in range(3):
         engine = connected(crew, guard)
@@ -240,4 +239,36 @@ def test_every_slot_is_accounted_for_after_all_engines_died(crew: Crew, shm_dir:
         guard.wait("active", is_active)
     total = sum(guard.slots(state) for state in ("free", "granted", "ready", "cooling", "quarantined"))
     assert (total, guard.slots(GRANTED)) == (64, 0)
-    assert np.fromfile(guard.pool_dir / "data", np.uint8, 1).size == 1
+
+
+# --- bytes rot -------------------------------------------------------------------------------------
+
+
+def test_a_block_that_rots_unread_is_found_and_taken_out_of_use(crew: Crew) -> None:
+    guard = crew.guard("a", "--scrub-bytes-per-s", "16MiB")
+    engine = connected(crew, guard)
+    assert engine.ask("deposit", "x", 20) == [OK] * 20
+    needle = content(chain(20, "x")[1][7], LAYOUT.part_bytes).tobytes()
+    with (guard.pool_dir / "data").open("r+b") as file:
+        file.seek(file.read().index(needle) + 1000)
+        file.write(b"\x00\xff\x00\xff")
+    guard.wait("found", lambda g: g.metrics().get('kvcr_corrupt_blocks_total{where="scrub"}') == 1)
+    assert (guard.slots("quarantined"), guard.slots("ready")) == (1, 19)
+    statuses, wrong = engine.ask("read", "x", 20, [])
+    assert (statuses[7], wrong) == (BlockStatus.MISS, [])
+
+
+@pytest.mark.parametrize("rate", ["0", "8MiB"])
+def test_an_idle_guard_checks_itself_and_uses_no_cpu(crew: Crew, rate: str) -> None:
+    guard = crew.guard("a", "--scrub-bytes-per-s", rate)
+    engine = connected(crew, guard)
+    assert engine.ask("deposit", "x", 60) == [OK] * 60
+    time.sleep(7.5)
+    before_s = guard.cpu_s()
+    time.sleep(4.0)
+    # 1 % of a core; the clock has ticks of 10 ms.
+    assert guard.cpu_s() - before_s <= 0.04
+    metrics = guard.metrics()
+    assert metrics['kvcr_self_checks_total{result="ok"}'] == 1
+    assert 'kvcr_self_checks_total{result="broken"}' not in metrics
+    assert (metrics["kvcr_scrubbed_bytes_total"] > 0) == (rate != "0")

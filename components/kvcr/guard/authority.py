@@ -38,7 +38,7 @@ from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
 from kvcr.pool import META, FileLock, Pool, boot_id
 from kvcr.pool.locks import GUARD_LOCK, make_dir
-from kvcr.protocol.engine import Hello, to_guard
+from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Heartbeat, Inventory
 from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.transfer.base import LocalRegions
@@ -54,6 +54,10 @@ TICK_S = 1.0
 
 DEATH_CHECKS_S = (0.005, 0.05, 0.2, 0.5)
 """After the last connection closed: a process that was killed drops its locks a moment after its sockets."""
+
+SELF_CHECK_AFTER_S = 5.0
+"""The directory is compared with what the guard believes once in each period as quiet as this: 53 ms of this
+thread for 200,000 blocks."""
 
 MOVERS = 2
 CLOSE_S = 0.4
@@ -82,6 +86,8 @@ class Guard:
         self.inventory = InventoryLog(self.name, self.incarnation)
         self._state_subscribers: list[Callable[[GuardState, int], None]] = []
         self._last_tick_s = 0.0
+        self._busy_s = time.monotonic()
+        self._self_checked = False
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
@@ -93,7 +99,9 @@ class Guard:
         self._evicted: dict[str, int] = {}
         self.lingered = False
         """The guard stopped because no engine came for ``linger_s``."""
-        self._scrubber = Scrubber(self.loop, self._movers, self.meters, self._current, self.pool_changed)
+        self._scrubber = Scrubber(
+            self.loop, self._movers, self.meters, self._current, self.pool_changed, config.scrub_bytes_per_s
+        )
         self._deposits = Deposits(self, self._movers, self.meters)
         self._fetches = Fetches(self, self.loop, self.meters, config.lease_ms)
         self._engines = EngineServer(
@@ -186,6 +194,9 @@ class Guard:
         now_s = time.monotonic()
         if self.pool is not None:
             self.pool.tick(now_s)
+            if not self._self_checked and now_s - self._busy_s >= SELF_CHECK_AFTER_S:
+                self._self_check(self.pool)
+        self._scrubber.tick(now_s)
         self.seat.check(self.pool)
         if self.config.fence_after_s:
             if now_s - self._last_tick_s > 2 * TICK_S:
@@ -200,6 +211,21 @@ class Guard:
             log.info("no engine for %.0f s: leaving", now_s - self._lonely_since_s)
             self.lingered = True
             self.stop()
+
+    def _self_check(self, pool: Pool) -> None:
+        self._self_checked = True
+        try:
+            pool.check_invariants()
+        except PoolCorrupt as error:
+            # Told and not acted upon: every block is still verified before anybody uses it.
+            log.critical("self-check: %s", error)
+            self.meters.self_checks.inc(result="broken")
+        else:
+            self.meters.self_checks.inc(result="ok")
+
+    def _not_idle(self) -> None:
+        self._busy_s = time.monotonic()
+        self._self_checked = False
 
     # --- the pool ---------------------------------------------------------------------------------
 
@@ -312,6 +338,7 @@ class Guard:
 
     def pool_changed(self) -> None:
         """Publish what changed at the end of this round."""
+        self._not_idle()
         self.loop.defer(self._collect)
 
     def _collect(self) -> None:
@@ -346,7 +373,10 @@ class Guard:
             if not speaker:
                 self._first_message(connection, raw, speaker)
             elif isinstance(speaker[0], Member):
-                self._engines.handle(to_guard.decode(raw), speaker[0])
+                message = to_guard.decode(raw)
+                if not isinstance(message, Alive):
+                    self._not_idle()
+                self._engines.handle(message, speaker[0])
             else:
                 self._peer_message(connection, raw, speaker[0])
 

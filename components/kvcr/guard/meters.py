@@ -48,8 +48,10 @@ class Meters:
         self.lost_grants = counter(
             "kvcr_lost_grants_total", "Grants freed, as no process of the engine knew of them."
         )
-        self.broken_invariants = counter(
-            "kvcr_broken_invariants_total", "Idle self-checks that found the directory inconsistent."
+        self.self_checks = counter(
+            "kvcr_self_checks_total",
+            "Idle checks of the directory: ok or broken.",
+            ["result"],
         )
         self.scrubbed_bytes = counter("kvcr_scrubbed_bytes_total", "Bytes hashed in the background.")
         self.epoch = gauge("kvcr_pool_epoch", "Epoch of the pool.")
