@@ -8,6 +8,7 @@ that kills fifty of them cannot wait a second for each.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -173,6 +174,9 @@ class Engine(_Member):
         """What the oldest operation gave, or None if the process died over it. Raises Hung."""
         try:
             if not self._conn.poll(within_s):
+                # Where it hangs, on stderr.
+                self.signal(signal.SIGUSR1)
+                time.sleep(0.5)
                 raise Hung(f"engine {self.pid} did not answer within {within_s} s")
             return self._conn.recv()
         except (EOFError, OSError):
@@ -210,6 +214,7 @@ def _run_guard(arguments: list[str], log: str, ready: Connection) -> None:
 
 
 def _run_engine(socket: str, standing: int, conn: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1)
     memory = np.zeros((MEMORY_BLOCKS, LAYOUT.part_bytes), np.uint8)
     config = EngineConfig(socket=socket, namespace="test")
     kv = Kvcr.open(config, LAYOUT, HostBlockMemory([memory]), standing_blocks=standing, wait_s=0.0)
