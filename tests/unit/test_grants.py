@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pools
 
+from kvcr.client.fills import Fills
 from kvcr.client.grants import SlotSet, send_holding
+from kvcr.client.jobs import SaveSpec
 from kvcr.pool import PoolReader
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
 from kvcr.protocol.engine import Holding, ToGuard
@@ -45,3 +47,30 @@ def test_a_long_list_goes_in_parts_and_says_which_is_the_last() -> None:
         (1, True),
         (0, True),
     ]
+
+
+def test_fills_that_the_directory_shows_as_settled_are_not_sent_again(tmp_path: Path) -> None:
+    pool = pools.create(tmp_path, 8)
+    granted = pool.allocate(3, 0.0, engine_id="e")
+    fills = Fills()
+    fills.add(
+        SaveSpec(
+            job_id=1,
+            request_id="r",
+            pool_token=7,
+            epoch=1,
+            slots=granted.slots.tobytes(),
+            generations=granted.generations.tobytes(),
+            block_ids=bytes(12),
+            keys=pools.keys(0, 1, 2),
+            parents=pools.keys(0, 1, 2),
+            engine_hashes=bytes(24),
+            positions=bytes(12),
+        ),
+        rank=0,
+    )
+    pools.commit(pool, granted, [0, 1, 2])
+    fills.settle(PoolReader.open(tmp_path).still_granted)
+    fills.resend(7, 1)
+    assert (fills.blocks, fills.unsent) == (0, False)
+    pool.close()

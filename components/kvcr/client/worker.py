@@ -336,6 +336,7 @@ class WorkerHandle:
         """A guard came (back): it hears what it may have missed. Saves of an earlier epoch end here."""
         self._attach(mapping)
         self._epoch = epoch
+        self._fills.settle(mapping.reader.still_granted)
         self._fills.resend(mapping.token, epoch)
         self._fills.send(self._link.send)
         # Those of other pools and epochs are nobody's any more.
@@ -351,11 +352,7 @@ class WorkerHandle:
         if session is None or attached is None or session.number != self._session_number:
             return
         held = SlotSet()
-        fills = self._fills.pairs()
-        held.add(
-            np.array([slot for slot, _ in fills], np.int32),
-            np.array([generation for _, generation in fills], np.uint64),
-        )
+        held.add(*self._fills.slots())
         with self._lock:
             waiting = [save for save in self._saves if self._current(save)]
         for save in waiting:

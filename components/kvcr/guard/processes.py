@@ -76,6 +76,11 @@ class Processes:
         return reached, unreachable
 
     def _ended(self, pid: int) -> None:
+        # The event may be of a descriptor that was closed in this round, and whose number this one got.
+        poller = select.poll()
+        poller.register(self._known[pid].pidfd, select.POLLIN)
+        if not poller.poll(0):
+            return
         self._forget(pid)
         self._on_end(pid)
 
