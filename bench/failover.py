@@ -100,14 +100,15 @@ def measure(quick: bool) -> dict[str, Any]:
 def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[str, Any]:
     """Kill the engine beside the pool that is read, ``rounds`` times; its successor restores a prefix."""
     chains = rounds * CHAINS_PER_KILL
+    slots = chains * CHAIN_BLOCKS * 5 // 4 + 512
     failed: list[int] = []
     first_ms: list[float] = []
     active_ms: list[float] = []
     restored_s: list[float] = []
     longest_ms: list[float] = []
     with (
-        guard(directory, "a", 2 * chains * CHAIN_BLOCKS) as a,
-        guard(directory, "b", 2 * chains * CHAIN_BLOCKS) as b,
+        guard(directory, "a", slots) as a,
+        guard(directory, "b", slots) as b,
         engine(a) as first,
         puller(b) as pull,
     ):

@@ -2,9 +2,9 @@
 """Any process dies or stops at any moment: no committed block is lost, no byte wrong, nothing hangs or leaks.
 
 Two guards with an engine each store chains, and read what the other stored. Into each of these operations
-falls one fault: a process is killed or stopped a random time after the start, which hits copies, fills that
-are not committed, commits that are not published, pulls and hand-offs. ``KVCR_CRASH_SEED`` repeats a run's
-choices.
+falls one fault: a process is killed, or stopped while a rival may ask for its pool, a random time after the
+start, which hits copies, fills that are not committed, commits that are not published, pulls and hand-offs.
+``KVCR_CRASH_SEED`` repeats a run's choices.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Site:
         else:
             self.engine = self._engine()
 
-    def store(self, salt: str, count: int) -> Callable[[], None]:
+    def store(self, salt: str, count: int, engine: Engine | None = None) -> Callable[[], None]:
         """Start storing a chain; the result checks it."""
-        engine = self.engine
+        engine = engine or self.engine
         engine.start("deposit", salt, count)
 
         def check() -> None:
@@ -110,7 +110,7 @@ def test_random_crashes_lose_nothing_and_leak_nothing(crew: Crew) -> None:
             checks.append(reader.read(salt, owner.committed[salt], source))
         victim_site = chance.choice(sites)
         victim = chance.choice([victim_site.guard, victim_site.engine])
-        deed = chance.choice(["kill", "kill", "stop"])
+        deed = chance.choice(["kill", "kill", "stop", "rival"])
         # Half of them early: an operation on a warm pair takes about 10 ms.
         time.sleep(chance.choice([chance.uniform(0, 0.012), chance.uniform(0, 0.1)]))
         what = f"{deed} {'guard' if victim is victim_site.guard else 'engine'}"
@@ -120,6 +120,10 @@ def test_random_crashes_lose_nothing_and_leak_nothing(crew: Crew) -> None:
             victim_site.killed(victim)
         else:
             victim.signal(signal.SIGSTOP)
+            if deed == "rival":
+                # Another engine wants the pool while one is stopped, or a guard is.
+                rival = crew.engine(victim_site.guard, standing=STANDING)
+                checks.append(victim_site.store(f"rival{point}", 8, rival))
             time.sleep(chance.uniform(0.01, 0.3))
             victim.signal(signal.SIGCONT)
         try:
@@ -127,6 +131,8 @@ def test_random_crashes_lose_nothing_and_leak_nothing(crew: Crew) -> None:
                 check()
         except (Hung, AssertionError) as error:
             pytest.fail(f"seed {seed}, point {point} ({what} of site {victim_site.name}): {error}")
+        if deed == "rival":
+            rival.kill()
 
     print(f"{POINTS} points: {killed}; committed {[sum(site.committed.values()) for site in sites]}")
     for site in sites:
