@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -103,6 +104,7 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
     slots = chains * CHAIN_BLOCKS * 5 // 4 + 512
     failed: list[int] = []
     first_ms: list[float] = []
+    exit_ms: list[float] = []
     active_ms: list[float] = []
     restored_s: list[float] = []
     longest_ms: list[float] = []
@@ -124,6 +126,7 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
             failed.append(result["failed"])
             first_ms.append(result["first_ms"])
             longest_ms.append(result["longest_ms"])
+            exit_ms.append(result["exit_ms"])
             active_ms.append(result["active_ms"])
             if not number:
                 idle["active"] = idle_cpu_percent([a, b], idle_s)
@@ -138,6 +141,7 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
         "failed_pulls": sum(failed),
         "first_good_pull_ms": _common.summary(first_ms),
         "longest_pull_after_kill_ms": _common.summary(longest_ms),
+        "engine_exit_ms": _common.summary(exit_ms),
         "active_ms": _common.summary(active_ms),
         "engine_restart_restored_s": _common.summary(restored_s),
         "idle_cpu_percent": idle,
@@ -148,9 +152,15 @@ def kill_under_load(
     victim: subprocess.Popen[bytes], pool_dir: Path, pull: Callable[[], bool]
 ) -> dict[str, Any]:
     """Pull, kill in the middle, and go on pulling; times in ms since the kill."""
+    gone_s: list[float] = []
     active_s: list[float] = []
+    pidfd = os.pidfd_open(victim.pid)
 
     def watch() -> None:
+        # How long the kernel takes to end the process, most of it for unmapping its pool: not the guard's.
+        select.select([pidfd], [], [])
+        gone_s.append(time.monotonic())
+        os.close(pidfd)
         # The guard removes the lock files of a dead engine as its last act before it is ACTIVE.
         while writers_of(pool_dir):
             time.sleep(0.0005)
@@ -179,6 +189,7 @@ def kill_under_load(
         "pulls": len(after),
         "first_ms": round(1000 * (good_s[0] - killed_s), 3),
         "longest_ms": round(1000 * max(ended_s - started_s for started_s, ended_s, _ in after), 3),
+        "exit_ms": round(1000 * (gone_s[0] - killed_s), 3),
         "active_ms": round(1000 * (active_s[0] - killed_s), 3),
     }
 
@@ -234,7 +245,7 @@ def engine_main(socket_path: str) -> None:
     print(json.dumps({"restored": int((restored == BlockStatus.OK).sum())}), flush=True)
     for line in sys.stdin:
         for number in range(int(line)):
-            blocks[:] = number
+            blocks[:] = number % 256
             statuses = kv.deposit(chain(number), range(CHAIN_BLOCKS), wait_s=START_S)
             assert (statuses == BlockStatus.OK).all(), statuses
         print(json.dumps({"stored": int(line)}), flush=True)
