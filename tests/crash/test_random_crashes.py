@@ -22,7 +22,7 @@ from engine_client import chain, content
 from kvcr.api import BlockStatus
 from kvcr.pool import Pool, SlotState, checksum_parts
 
-POINTS = 60
+POINTS = 52
 SLOTS = 4096
 """More than is ever stored, so that a block that is missing was lost."""
 LONGEST_S = 30.0
