@@ -5,7 +5,7 @@
 help:
 	@echo "make setup              the environment in .venv (minutes once, seconds again)"
 	@echo "make demo               one document, two workers: computed on one, pulled by the other"
-	@echo "make test               lint, unit, integration, e2e, wheel; STAGES='unit e2e' for some of them"
+	@echo "make test               lint, unit, integration, crash, e2e, wheel; STAGES='unit e2e' for some of them"
 	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
 	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
 	@echo "make docs               regenerate what is generated, check links"

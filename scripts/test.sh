@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks, in stages: lint, unit, integration, e2e, wheel. `scripts/test.sh unit e2e` runs only those.
+# All checks, in stages: lint, unit, integration, crash, e2e, wheel. `scripts/test.sh unit e2e` runs only those.
 # Every stage runs even when an earlier one failed; the exit code is 0 only when all passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration e2e wheel)
+[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 summary=()
@@ -15,10 +15,10 @@ status=0
 run_stage() {
     case $1 in
     lint) bash scripts/lint.sh ;;
-    unit | integration | e2e) "$python" -m pytest "tests/$1" ;;
+    unit | integration | crash | e2e) "$python" -m pytest "tests/$1" ;;
     wheel) bash scripts/wheel-test.sh ;;
     *)
-        echo "no stage $1; known: lint unit integration e2e wheel" >&2
+        echo "no stage $1; known: lint unit integration crash e2e wheel" >&2
         return 2
         ;;
     esac

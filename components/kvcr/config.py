@@ -22,6 +22,7 @@ GUARD_ENV_PREFIX = "KVCR_GUARD_"
 """Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
 
 MIN_SECRET_BYTES = 16
+MIN_FENCE_S = 2.0
 
 _UNITS = {
     "": 1,
@@ -96,6 +97,11 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lease_ms: int = 5000
     """Longest lease asked from a source for one pull, and longest granted to a peer."""
 
+    fence_after_s: float = 0.0
+    """SIGKILL an engine that was silent for this long, where that is in this process's power. 0: never."""
+    scrub_bytes_per_s: int = 8 << 20
+    """How fast payloads are verified in the background: 8 MiB/s see 512 GiB in 18 hours. 0: not at all."""
+
     def __post_init__(self) -> None:
         _require(
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", self.name)),
@@ -112,6 +118,13 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
         _require(self.linger_s >= 0, "linger_s", self.linger_s, "0 (stay) or seconds")
         _require(100 <= self.lease_ms <= 60_000, "lease_ms", self.lease_ms, "100 to 60000")
+        _require(
+            self.fence_after_s == 0 or self.fence_after_s >= MIN_FENCE_S,
+            "fence_after_s",
+            self.fence_after_s,
+            f"0 (never) or at least {MIN_FENCE_S:g}, as a busy engine may be silent for a second",
+        )
+        _require(self.scrub_bytes_per_s >= 0, "scrub_bytes_per_s", self.scrub_bytes_per_s, "0 (off) or more")
 
     @property
     def socket_path(self) -> str:
@@ -188,8 +201,9 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown setting {key!r}; {hint}")
-    if "pool_bytes" in values:
-        values["pool_bytes"] = parse_size(values["pool_bytes"], f"{source}: pool_bytes")
+    for size in ("pool_bytes", "scrub_bytes_per_s"):
+        if size in values:
+            values[size] = parse_size(values[size], f"{source}: {size}")
     if "peers" in values:
         values["peers"] = _peers(cls, values["peers"], source)
     try:

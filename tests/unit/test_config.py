@@ -60,6 +60,8 @@ def test_environment_twins() -> None:
         ("pool_bytes", 0),
         ("metrics_port", 70000),
         ("lease_ms", 1),
+        ("fence_after_s", 0.5),
+        ("scrub_bytes_per_s", -1),
         ("transport", "carrier pigeon"),
         ("on_mismatch", "explode"),
     ],

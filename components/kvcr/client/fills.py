@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcr.client.jobs import SaveSpec
 from kvcr.keys import KEY_BYTES
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
 from kvcr.protocol.engine import Committed, Filled, ToGuard
+
+Mask = npt.NDArray[np.bool_]
 
 MAX_UNCONFIRMED_BLOCKS = 16_384
 """Oldest fills are forgotten past this. Only the rank that fills a block last is told of the commit, so
@@ -31,6 +36,20 @@ class Fills:
     @property
     def unsent(self) -> bool:
         return bool(self._unsent)
+
+    def slots(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+        """Slots and generations of everything not confirmed."""
+        slots = np.fromiter((slot for slot, _ in self._by_slot), np.int32, len(self._by_slot))
+        generations = np.fromiter((generation for _, generation in self._by_slot), np.uint64, len(slots))
+        return slots, generations
+
+    def settle(self, still_granted: Callable[[npt.NDArray[np.int32], npt.NDArray[np.uint64]], Mask]) -> None:
+        """Take as confirmed what the directory says is granted no more."""
+        slots, generations = self.slots()
+        settled = ~np.asarray(still_granted(slots, generations), np.bool_)
+        self.confirm(
+            Committed(0, slots[settled].astype("<i4").tobytes(), generations[settled].astype("<u8").tobytes())
+        )
 
     def add(self, spec: SaveSpec, rank: int) -> None:
         """All blocks of ``spec`` are in their slots now."""

@@ -225,7 +225,7 @@ class GuardLink(Generic[R]):
                 sock.connect(path)
             except OSError as error:
                 raise GuardUnavailable(f"nobody answers on {path}: {error.strerror or error}") from error
-            sock.send(to_guard.encode(self._hello))
+            self._say_hello(sock)
             welcome = self._answer(sock, path)
             resources = self._attach(welcome, self._resources)
             sock.setblocking(False)
@@ -234,6 +234,19 @@ class GuardLink(Generic[R]):
             raise
         self._sessions += 1
         return Session(sock, welcome, resources, self._sessions)
+
+    def _say_hello(self, sock: socket.socket) -> None:
+        raw = to_guard.encode(self._hello)
+        try:
+            pidfd = os.pidfd_open(os.getpid())
+        except OSError:
+            # An old kernel, or a sandbox: the guard finds out about our end a little later.
+            sock.send(raw)
+            return
+        try:
+            socket.send_fds(sock, [raw], [pidfd])
+        finally:
+            os.close(pidfd)
 
     def _answer(self, sock: socket.socket, path: str) -> Welcome:
         ready, _, _ = select.select([sock], [], [], HANDSHAKE_S)

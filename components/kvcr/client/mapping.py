@@ -66,6 +66,13 @@ def map_region(
     try:
         reader = PoolReader.open(pool_dir)
         reader.layout.require_same(layout, ours="the pool", theirs="this engine")
+        # From here on our death can be disproved. If the epoch was raised before, we were taken for dead
+        # and our grants are somebody else's.
+        if reader.epoch != welcome.epoch:
+            raise PoolError(
+                f"the pool in {pool_dir} is in epoch {reader.epoch}, the guard said {welcome.epoch}; "
+                "asking again"
+            )
         region = DataRegion.open(pool_dir, reader, rank, writable=True)
     except BaseException:
         lock.release()

@@ -8,12 +8,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcr.client.fetch import FetchState
+from kvcr.client.grants import SlotSet, send_holding, send_return
 from kvcr.client.guard_socket import find_socket
 from kvcr.client.jobs import Grants
 from kvcr.client.link import GuardLink, Session
@@ -33,23 +33,6 @@ RESERVE_RETRY_S = 0.5
 
 MAX_SOURCES = 64
 """Sources a guard takes in one Fetch."""
-
-
-@dataclass
-class _Standing:
-    """Granted slots not yet assigned to a save."""
-
-    slots: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-
-    def add(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        self.slots = np.concatenate([self.slots, slots])
-        self.generations = np.concatenate([self.generations, generations])
-
-    def take(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-        taken = self.slots[:count], self.generations[:count]
-        self.slots, self.generations = self.slots[count:], self.generations[count:]
-        return taken
 
 
 class SchedulerHandle:
@@ -72,8 +55,13 @@ class SchedulerHandle:
         self._wanted = max(1, standing_blocks)
         self._target = self._wanted
         self._clock = clock
-        self._standing = _Standing()
+        self._standing = SlotSet()
+        """Granted slots not yet assigned to a save."""
+        self._taken = SlotSet()
+        """Granted slots assigned to saves, until the directory says that they are settled."""
         self._standing_of: tuple[int, int] | None = None
+        self._listed = False
+        """This connection's Holding is sent."""
         self._session_number = 0
         self._session: Session[PoolMapping] | None = None
         self._reserve_at = 0.0
@@ -126,25 +114,22 @@ class SchedulerHandle:
     def poll(self) -> None:
         """Take in what the guard said and top up the standing grants. Call once a step."""
         messages = self._link.receive()
+        # Before anything about a new connection: grants that came over the old one are listed on the new.
+        for message in messages:
+            self._take(message)
         session = self._link.session
         if session is not None and session.number != self._session_number:
             self._on_session(session)
         elif session is None and self._session is not None:
             self._on_lost()
-        for message in messages:
-            self._take(message)
         self._top_up()
 
     def close(self) -> None:
         """Return the unused grants and disconnect."""
         session = self._link.session
-        if session is not None and len(self._standing.slots):
-            slots, generations = self._standing.take(len(self._standing.slots))
-            for start in range(0, len(slots), MAX_BLOCKS_PER_MESSAGE):
-                part = slice(start, start + MAX_BLOCKS_PER_MESSAGE)
-                self._link.send(
-                    msg.Return(session.welcome.epoch, slots[part].tobytes(), generations[part].tobytes())
-                )
+        if session is not None and len(self._standing):
+            slots, generations = self._standing.take(len(self._standing))
+            send_return(self._link.send, session.welcome.epoch, slots, generations)
         self._link.close()
 
     def _on_session(self, session: Session[PoolMapping]) -> None:
@@ -152,10 +137,11 @@ class SchedulerHandle:
         self._session = session
         self._reserving = False
         self._reserve_at = 0.0
+        self._listed = False
         identity = (session.resources.token, session.welcome.epoch)
         if identity != self._standing_of:
             # Grants of another pool or epoch: the slots are somebody else's now.
-            self._standing = _Standing()
+            self._standing, self._taken = SlotSet(), SlotSet()
             self._standing_of = identity
             self._size_grants(session.resources.reader.slots)
         self._end_fetches("connection to the guard was lost")
@@ -218,25 +204,44 @@ class SchedulerHandle:
 
     @property
     def grants_available(self) -> int:
-        return len(self._standing.slots)
+        return len(self._standing)
 
     def take_grants(self, count: int) -> Grants:
         """Up to ``count`` granted slots, now the caller's to fill or to :meth:`give_back`."""
         token, epoch = self._standing_of or (0, 0)
         slots, generations = self._standing.take(count)
+        self._taken.add(slots, generations)
+        if self._link.resources is not None:
+            self._taken.drop_settled_if_large(self._link.resources.reader)
         self._top_up()
         return Grants(slots, generations, token, epoch)
 
     def give_back(self, grants: Grants) -> None:
         """Undo :meth:`take_grants`, for slots nothing was told to fill."""
         if (grants.pool_token, grants.epoch) == self._standing_of:
+            self._taken.discard(grants.slots)
             self._standing.add(grants.slots, grants.generations)
+
+    def _list(self, session: Session[PoolMapping]) -> bool:
+        """Tell a guard that does not know it what of its grants we still have. False: not taken yet."""
+        if not self._listed:
+            self._taken.drop_settled(session.resources.reader)
+            self._listed = send_holding(
+                self._link.send,
+                session.welcome.epoch,
+                np.concatenate([self._standing.slots, self._taken.slots]),
+                np.concatenate([self._standing.generations, self._taken.generations]),
+            )
+        return self._listed
 
     def _top_up(self) -> None:
         session = self._session
-        missing = self._target - len(self._standing.slots)
+        missing = self._target - len(self._standing)
         now_s = self._clock()
-        if session is None or 2 * missing < self._target or (self._reserving and now_s < self._reserve_at):
+        # In this order: what is granted now must not be taken for what we do not know of.
+        if session is None or not self._list(session):
+            return
+        if 2 * missing < self._target or (self._reserving and now_s < self._reserve_at):
             return
         if now_s >= self._reserve_at and self._link.send(msg.Reserve(session.welcome.epoch, missing)):
             self._reserving = True

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.client.fills import Fills
+from kvcr.client.grants import SlotSet, send_holding, send_return
 from kvcr.client.guard_socket import find_socket
 from kvcr.client.jobs import LoadResult, LoadSpec, SaveSpec
 from kvcr.client.link import GuardLink
@@ -112,6 +113,14 @@ class WorkerHandle:
         self._progress: OrderedDict[str, dict[int, msg.FetchProgress]] = OrderedDict()
         """request id -> first position of each part -> its last report"""
         self._fills = Fills()
+        self._returned: dict[tuple[int, int], SlotSet] = {}
+        """(pool token, epoch) -> given back, until the directory says so: with no guard, or one that dies
+        over it, the message is lost."""
+        self._epoch = 0
+        self._listed = True
+        """This connection's Holding is sent."""
+        self._alive_s = 0.0
+        """When Alive was last sent."""
         self._counters = WorkerCounters()
         self._session_number = 0
         self._attached: PoolMapping | None = None
@@ -281,8 +290,9 @@ class WorkerHandle:
         descriptor = self._link.fileno()
         if descriptor >= 0:
             poller.register(descriptor, select.POLLIN)
-        waiting = bool(self._loads) or self._fills.unsent
-        poller.poll(1000 * RETRY_S if waiting else None)
+        waiting = bool(self._loads) or self._fills.unsent or not self._listed
+        patience_s = RETRY_S if waiting else self._heartbeat_s or None
+        poller.poll(None if patience_s is None else 1000 * patience_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         for load in list(self._loads.values()):
@@ -293,9 +303,10 @@ class WorkerHandle:
         session = self._link.session
         if session is not None and session.number != self._session_number:
             self._session_number = session.number
-            self._attach(session.resources)
-            self._fills.resend(session.resources.token, session.welcome.epoch)
-            self._fills.send(self._link.send)
+            self._join(session.resources, session.welcome.epoch)
+        if not self._listed:
+            self._list()
+        self._say_alive()
         for message in messages:
             if isinstance(message, msg.Committed):
                 self._fills.confirm(message)
@@ -308,6 +319,54 @@ class WorkerHandle:
                 if load is not None:
                     load.dirty = True
         self._tell_ended()
+
+    def _say_alive(self) -> None:
+        every_s = self._heartbeat_s
+        now_s = time.monotonic()
+        if every_s and now_s - self._alive_s >= every_s and self._link.send(msg.Alive()):
+            self._alive_s = now_s
+
+    @property
+    def _heartbeat_s(self) -> float:
+        """How often the guard wants to hear from this process, 0: not at all."""
+        session = self._link.session
+        return session.welcome.heartbeat_s if session is not None else 0.0
+
+    def _join(self, mapping: PoolMapping, epoch: int) -> None:
+        """A guard came (back): it hears what it may have missed. Saves of an earlier epoch end here."""
+        self._attach(mapping)
+        self._epoch = epoch
+        self._fills.settle(mapping.reader.still_granted)
+        self._fills.resend(mapping.token, epoch)
+        self._fills.send(self._link.send)
+        # Those of other pools and epochs are nobody's any more.
+        returned = self._returned.get((mapping.token, epoch), SlotSet())
+        returned.drop_settled(mapping.reader)
+        self._returned = {(mapping.token, epoch): returned}
+        send_return(self._link.send, epoch, returned.slots, returned.generations)
+        self._listed = False
+
+    def _list(self) -> None:
+        """List the grants we may still fill, to a guard that may not know of them all."""
+        session, attached = self._link.session, self._attached
+        if session is None or attached is None or session.number != self._session_number:
+            return
+        held = SlotSet()
+        held.add(*self._fills.slots())
+        with self._lock:
+            waiting = [save for save in self._saves if self._current(save)]
+        for save in waiting:
+            held.add(save.slots, np.frombuffer(save.spec.generations, "<u8"))
+        held.drop_settled(attached.reader)
+        self._listed = send_holding(self._link.send, self._epoch, held.slots, held.generations)
+
+    def _current(self, save: _Save) -> bool:
+        """Whether the slots of this save are still ours to write to."""
+        attached = self._attached
+        return attached is not None and (save.spec.pool_token, save.spec.epoch) == (
+            attached.token,
+            self._epoch,
+        )
 
     def _attach(self, mapping: PoolMapping) -> None:
         if mapping is self._attached or mapping.region is None:
@@ -408,8 +467,8 @@ class WorkerHandle:
         if save.mapping is None:
             save.mapping = self._attached
         mapping = save.mapping
-        if mapping is None or mapping.region is None or mapping.token != save.spec.pool_token:
-            # Granted by a guard whose pool this process does not map (any more).
+        if mapping is None or mapping.region is None or not self._current(save):
+            # Granted by a guard whose pool this process does not map (any more), or in an epoch that is over.
             self._finish_save(save, written=False)
             return True
         started_s = self._clock()
@@ -429,7 +488,7 @@ class WorkerHandle:
         if written:
             self._fills.add(save.spec, self._rank)
             self._fills.send(self._link.send)
-        elif self._attached is not None and self._attached.token == save.spec.pool_token:
+        else:
             self._give_back(save.spec)
         with self._idle:
             self._saves.popleft()
@@ -440,13 +499,12 @@ class WorkerHandle:
             self._idle.notify_all()
 
     def _give_back(self, spec: SaveSpec) -> None:
-        for start in range(0, len(spec.slots) // 4, MAX_BLOCKS_PER_MESSAGE):
-            stop = start + MAX_BLOCKS_PER_MESSAGE
-            self._link.send(
-                msg.Return(
-                    spec.epoch, spec.slots[4 * start : 4 * stop], spec.generations[8 * start : 8 * stop]
-                )
-            )
+        slots, generations = np.frombuffer(spec.slots, "<i4"), np.frombuffer(spec.generations, "<u8")
+        returned = self._returned.setdefault((spec.pool_token, spec.epoch), SlotSet())
+        returned.add(slots, generations)
+        if self._attached is not None and self._attached.token == spec.pool_token:
+            returned.drop_settled_if_large(self._attached.reader)
+        send_return(self._link.send, spec.epoch, slots, generations)
 
     def _drop_current(self) -> None:
         for load in list(self._loads.values()):

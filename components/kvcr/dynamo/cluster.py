@@ -64,6 +64,7 @@ class ClusterThread:
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested: asyncio.Event | None = None
+        self._state_is_new: asyncio.Event | None = None
         registry = view.registry
         self._ignored = registry.counter(
             "kvcr_cluster_records_ignored_total", "Records of guards that are not believed.", ["reason"]
@@ -84,6 +85,7 @@ class ClusterThread:
         self._reported = ""
         self._executor = concurrent.futures.ThreadPoolExecutor(2, "kvcr-cluster-ask")
         view.subscribe(self._publisher.offer)
+        view.subscribe_state(self._state_changed)
         self._thread = threading.Thread(target=self._run, name="kvcr-cluster", daemon=True)
         self._thread.start()
 
@@ -95,6 +97,13 @@ class ClusterThread:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(requested.set)
         self._thread.join(STOP_S)
+
+    def _state_changed(self, state: GuardState, epoch: int) -> None:
+        """On the guard's authority thread."""
+        loop, news = self._loop, self._state_is_new
+        if loop is not None and news is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(news.set)
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -109,7 +118,8 @@ class ClusterThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _main(self) -> None:
-        self._stop_requested, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._stop_requested, self._state_is_new = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         if self._stopping.is_set():
             return
         # gRPC resolves names and connects by itself; only a list of hosts needs them resolved here.
@@ -196,7 +206,7 @@ class ClusterThread:
                     served_dead = await self._revoke_dead_worker(etcd, served_dead)
                 except EtcdUnavailable as error:
                     self._report(str(error))
-                await asyncio.wait([ended], timeout=TICK_S)
+                await self._until_new_state(ended)
             log.warning("Dynamo runtime of guard %s ended, making another", self._view.name)
         finally:
             ended.cancel()
@@ -204,6 +214,14 @@ class ClusterThread:
             if self._stop_requested is not None and not self._stop_requested.is_set():
                 self._component = None
                 await component.shutdown(STOP_S)
+
+    async def _until_new_state(self, ended: asyncio.Task[None]) -> None:
+        """A tick, or less: what routers should know of a death goes out at once."""
+        assert self._state_is_new is not None
+        news = asyncio.create_task(self._state_is_new.wait())
+        await asyncio.wait([ended, news], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        self._state_is_new.clear()
 
     async def _store(self, etcd: EtcdClient, component: KvcrComponent) -> None:
         """Write the record if it is not what etcd has. Raises LeaseNotFound when the runtime is ending."""

@@ -100,6 +100,8 @@ def _settings(arguments: list[str] | None) -> dict[str, Any]:
     flag("--policy", help="package.module:Class of a kvcr.policy.Policy")
     flag("--on-mismatch", help="pool of another layout than the engine's: cold, discard or fail")
     flag("--lease-ms", help="longest lease asked or granted for a pull")
+    flag("--fence-after-s", help="SIGKILL an engine that is silent for this long (default: never)")
+    flag("--scrub-bytes-per-s", help="verify payloads in the background this fast, e.g. 8MiB; 0: not at all")
     flag("--cluster", action="store_true", help="join Dynamo: registration, events, discovery")
     flag("--remove-pool-on-exit", action="store_true")
     return {**from_environment(os.environ), **vars(parser.parse_args(arguments))}

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import stat
+import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_MESSAGES = 4096
 """A reader that is this far behind is cut off; it reconnects and starts from what the pool says."""
 
+_FLAGS = socket.MSG_DONTWAIT
 _RECEIVE_BYTES = 512 * 1024
 _MESSAGES_PER_ROUND = 64
 _MAX_UNIX_PATH = 107
@@ -45,8 +47,20 @@ class Connection:
         self._on_message = on_message
         self._on_close = on_close
         self._queue: deque[bytes] = deque()
+        self._passed_fd = -1
+        self._fresh = True
         self.closed = False
         loop.register(self._fd, select.EPOLLIN, self._ready)
+
+    @property
+    def sock(self) -> socket.socket:
+        """For questions about the other end only."""
+        return self._sock
+
+    def take_passed_fd(self) -> int:
+        """The descriptor that came with the first message, now the caller's; -1 if none did."""
+        fd, self._passed_fd = self._passed_fd, -1
+        return fd
 
     def send(self, raw: bytes) -> None:
         """Send, or queue until the reader reads. A reader too far behind is cut off."""
@@ -68,6 +82,8 @@ class Connection:
         self.closed = True
         self._loop.unregister(self._fd)
         self._sock.close()
+        if self._passed_fd >= 0:
+            os.close(self.take_passed_fd())
         self._queue.clear()
         self._on_close(self)
 
@@ -109,7 +125,7 @@ class Connection:
         # Bounded, so that one talkative process does not keep the others waiting; epoll comes back to it.
         for _ in range(_MESSAGES_PER_ROUND):
             try:
-                count = self._sock.recv_into(_buffer, 0, socket.MSG_DONTWAIT)
+                count = self._receive_first() if self._fresh else self._sock.recv_into(_buffer, 0, _FLAGS)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -125,6 +141,20 @@ class Connection:
                 self.close()
             if self.closed:
                 return
+
+    def _receive_first(self) -> int:
+        """The only message that may carry a descriptor; the kernel closes those of later ones."""
+        count, ancillary, _, _ = self._sock.recvmsg_into(
+            [_buffer], socket.CMSG_SPACE(4), _FLAGS | socket.MSG_CMSG_CLOEXEC
+        )
+        self._fresh = False
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
+                    if self._passed_fd >= 0:
+                        os.close(self._passed_fd)
+                    self._passed_fd = fd
+        return count
 
     def _fail(self, error: OSError) -> None:
         if error.errno not in (errno.EPIPE, errno.ECONNRESET):

@@ -11,6 +11,7 @@ from kvcr.errors import ConfigError, LayoutMismatch, PoolError, ProtocolError
 from kvcr.guard.connection import Connection
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.fetches import Fetches
+from kvcr.guard.holdings import Holdings
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.scrub import Scrubber
@@ -21,11 +22,13 @@ from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
 from kvcr.protocol.engine import (
     VERSION,
+    Alive,
     Fetch,
     Filled,
     Finish,
     Granted,
     Hello,
+    Holding,
     LoadBegin,
     LoadEnd,
     Pin,
@@ -77,7 +80,11 @@ class EngineServer:
         fetches: Fetches,
         scrubber: Scrubber,
         meters: Meters,
+        heartbeat_s: float,
     ) -> None:
+        """``heartbeat_s``: how often workers are asked to say that they are alive, 0: not at all."""
+        self._heartbeat_s = heartbeat_s
+        self._holdings = Holdings()
         self._host = host
         self._loop = loop
         self._seat = seat
@@ -95,7 +102,7 @@ class EngineServer:
             code, reason = "version", f"engine protocol {hello.version}, this guard speaks {VERSION}"
         elif not 0 <= hello.rank < hello.layout.ranks:
             code, reason = "layout", f"rank {hello.rank} is outside of 0..{hello.layout.ranks - 1}"
-        elif refusal := self._seat.refusal(self._host.pool, hello.engine_id):
+        elif refusal := self._seat.admit(self._host.pool, hello.engine_id):
             code, reason = "busy", refusal
         else:
             try:
@@ -112,7 +119,13 @@ class EngineServer:
             connection.close_after_sending()
             return None
         member = Member(connection, hello.role, hello.rank, hello.pid)
+        before = [m for m in self._seat.members if m.role is hello.role is Role.SCHEDULER]
         self._seat.join(pool, hello.engine_id, hello.namespace, member)
+        self._seat.processes.add(hello.pid, connection.sock, connection.take_passed_fd())
+        self._holdings.restarted((hello.role, hello.rank))
+        for old in before:
+            # What is still unread on it would be granted to nobody.
+            old.connection.close()
         member.send(
             Welcome(
                 epoch=pool.epoch,
@@ -122,6 +135,7 @@ class EngineServer:
                 slots=pool.slots,
                 slot_part_bytes=pool.slot_part_bytes,
                 control_endpoint=self._host.control_endpoint,
+                heartbeat_s=self._heartbeat_s,
             )
         )
         return member
@@ -139,6 +153,9 @@ class EngineServer:
         pool = self._host.pool
         if pool is None:
             raise ProtocolError(f"{type(message).__name__} before there is a pool")
+        self._seat.heard(member)
+        if getattr(message, "epoch", pool.epoch) != pool.epoch:
+            self._meters.stale_messages.inc(message=type(message).__name__)
         match message:
             case Hello():
                 raise ProtocolError("a second Hello on one connection")
@@ -157,6 +174,10 @@ class EngineServer:
             case Return():
                 if message.epoch == pool.epoch:
                     pool.give_back(i32(message.slots), u64(message.generations))
+            case Holding():
+                self._holding(pool, message, member)
+            case Alive():
+                pass
             case Use():
                 if message.epoch == pool.epoch:
                     _require_keys(message.keys)
@@ -168,6 +189,10 @@ class EngineServer:
                 keys = self._pins.pop(message.pin_id, None)
                 if keys is not None:
                     self._unpin(pool, keys)
+
+    def _holding(self, pool: Pool, message: Holding, member: Member) -> None:
+        freed = self._holdings.heard(pool, self._seat.engine_id, message, (member.role, member.rank))
+        self._meters.lost_grants.inc(freed)
 
     def _reserve(self, pool: Pool, message: Reserve, member: Member) -> None:
         if message.epoch != pool.epoch:

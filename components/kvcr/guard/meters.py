@@ -37,6 +37,23 @@ class Meters:
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])
+        self.failovers = counter("kvcr_failovers_total", "Engines that died, by proof.")
+        self.failover_seconds = self.registry.histogram(
+            "kvcr_failover_seconds", "From the first sign of an engine's death to ACTIVE."
+        )
+        self.fences = counter("kvcr_fences_total", "Silent engines that were sent SIGKILL.")
+        self.stale_messages = counter(
+            "kvcr_stale_messages_total", "Messages of engines refused, as their epoch is over.", ["message"]
+        )
+        self.lost_grants = counter(
+            "kvcr_lost_grants_total", "Grants freed, as no process of the engine knew of them."
+        )
+        self.self_checks = counter(
+            "kvcr_self_checks_total",
+            "Idle checks of the directory: ok or broken.",
+            ["result"],
+        )
+        self.scrubbed_bytes = counter("kvcr_scrubbed_bytes_total", "Bytes hashed in the background.")
         self.epoch = gauge("kvcr_pool_epoch", "Epoch of the pool.")
         self.peer_refusals = counter(
             "kvcr_peer_refusals_total", "Requests of peers and routers that were refused.", ["code"]

@@ -70,6 +70,7 @@ class Backing(Protocol):
     def inspect(self, keys: bytes) -> dict[str, Any]: ...
     def set_peers(self, peers: dict[str, PeerRecord]) -> None: ...
     def subscribe(self, callback: Callable[[Inventory], None]) -> None: ...
+    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None: ...
 
 
 class GuardView:
@@ -166,6 +167,14 @@ class GuardView:
         (``loop.call_soon_threadsafe``); an exception in it is logged and the subscriber dropped.
         """
         self._backing.post(lambda: self._backing.subscribe(callback))
+
+    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None:
+        """Call back with the present state and epoch, and then with every new one after it took effect.
+
+        On the authority thread, under the same rules as :meth:`subscribe`. On ACTIVE the epoch is raised
+        and the grants of the dead engine are reclaimed already.
+        """
+        self._backing.post(lambda: self._backing.subscribe_state(callback))
 
     def heartbeat(self) -> Heartbeat:
         """Sequence, count and digest of the inventory, consistent with each other."""

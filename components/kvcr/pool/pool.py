@@ -454,13 +454,20 @@ class Pool:
     def snapshot(self, cursor: int, limit: int) -> SnapshotPage:
         """Up to ``limit`` READY blocks from slot ``cursor`` on. Start at 0, go on at ``next_cursor``."""
         cursor = max(cursor, 0)
-        ready = np.flatnonzero(states_of(self._meta.control[cursor:]) == SlotState.READY)
-        slots = (ready[: max(limit, 1)] + cursor).astype(np.int32)
+        found = self.ready_from(cursor, limit + 1).slots
+        slots = found[: max(limit, 1)]
         record = self.record(slots)
-        more = len(ready) > len(slots)
+        more = len(found) > len(slots)
         return SnapshotPage(
             record.keys, record.engine_hashes, record.positions, int(slots[-1]) + 1 if more else -1
         )
+
+    def ready_from(self, cursor: int, limit: int) -> Granted:
+        """Up to ``limit`` READY slots from slot ``cursor`` on, ascending, with their generations."""
+        cursor = max(cursor, 0)
+        ready = np.flatnonzero(states_of(self._meta.control[cursor:]) == SlotState.READY)
+        slots = (ready[: max(limit, 1)] + cursor).astype(np.int32)
+        return Granted(slots, generations_of(self._meta.control[slots]))
 
     def check_invariants(self) -> None:
         """Compare what this object believes with the directory. Raises PoolCorrupt on a difference."""

@@ -12,7 +12,7 @@ from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.pool import native
 from kvcr.pool.meta import EPOCH_INDEX, INCARNATION_INDEX, META, Geometry, Meta
-from kvcr.pool.state import I32, U64, Mask, as_slots, as_u64
+from kvcr.pool.state import GENERATION_MASK, I32, U64, Mask, SlotState, as_slots, as_u64, control_words
 
 
 class Hits(NamedTuple):
@@ -95,6 +95,15 @@ class PoolReader:
         """Whether each slot is READY in that generation, as of after everything read before this call."""
         mask = np.empty(len(slots), dtype=np.bool_)
         self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
+        return mask
+
+    def still_granted(self, slots: I32, generations: U64) -> Mask:
+        """Whether each slot is granted in that generation: neither published nor taken back since."""
+        slots, generations = as_slots(slots), as_u64(generations)
+        mask: Mask = (slots >= 0) & (slots < self.slots) & (generations <= np.uint64(GENERATION_MASK))
+        words = np.empty(int(np.count_nonzero(mask)), dtype=np.uint64)
+        self._backend.load_words(self._meta.control, slots[mask], words)
+        mask[mask] = words == control_words(SlotState.GRANTED, generations[mask])
         return mask
 
     def checksums(self, slots: I32) -> U64:

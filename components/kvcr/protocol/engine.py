@@ -42,6 +42,8 @@ class BlockStatus(enum.IntEnum):
 class Hello(Message, frozen=True):
     """Engine to guard, first message of a connection; answered by Welcome or Rejected.
 
+    Comes with a pidfd of its process, if the kernel has such: the guard's wake-up when that process ends.
+
     A worker takes its writer lock (:mod:`kvcr.pool.locks`) after Welcome and before mapping ``data``.
     """
 
@@ -66,6 +68,8 @@ class Welcome(Message, frozen=True):
     slot_part_bytes: int
     control_endpoint: str
     """Where peers reach this guard, e.g. ``tcp://10.0.0.5:7100``."""
+    heartbeat_s: float = 0.0
+    """How often a worker should say Alive, as a guard fences engines that are silent. 0: not at all."""
 
 
 class Rejected(Message, frozen=True):
@@ -239,7 +243,40 @@ class Unpin(Message, frozen=True):
     pin_id: str
 
 
-ToGuard = Hello | Reserve | Return | Filled | Use | Fetch | Finish | LoadBegin | LoadEnd | Pin | Unpin
+class Holding(Message, frozen=True):
+    """Every process to the guard, after Welcome and before any Reserve: the grants it knows of.
+
+    The scheduler lists what it keeps and what it gave to workers and was not filled yet; a worker lists fills
+    under way or not confirmed. A worker that has sent it writes to no slot of an earlier epoch any more. Once
+    the scheduler and every rank have sent theirs, the guard frees the grants that nobody listed: those whose
+    Granted or Return was lost with a connection. In parts, of which the last has ``final``.
+    """
+
+    epoch: int
+    slots: bytes
+    generations: bytes
+    final: bool = True
+
+
+class Alive(Message, frozen=True):
+    """Worker to guard, every ``heartbeat_s`` of the Welcome: this process still runs."""
+
+
+ToGuard = (
+    Hello
+    | Reserve
+    | Return
+    | Filled
+    | Use
+    | Fetch
+    | Finish
+    | LoadBegin
+    | LoadEnd
+    | Pin
+    | Unpin
+    | Holding
+    | Alive
+)
 ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress
 
 to_guard: Codec[ToGuard] = Codec(ToGuard)
