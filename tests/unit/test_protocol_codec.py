@@ -43,8 +43,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in simple:
         return simple[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is list:
-        return st.lists(values(arguments[0]), max_size=3)
+    if origin in (list, tuple):
+        return st.lists(values(arguments[0]), max_size=3).map(origin)
     if arguments:
         return st.one_of(
             [st.none() if argument is type(None) else values(argument) for argument in arguments]
