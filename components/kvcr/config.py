@@ -172,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deposit_decode: bool = True
     """Also keep blocks filled while decoding, not only the prompt's."""
     secondary_tiers: Any = None
-    """Accepted for compatibility with vLLM's own offloading settings; not used."""
+    """Not used by KVCR: stock ``dynamo.vllm`` reads here that the worker takes hints, and on which port."""
     on_mismatch: OnMismatch = "cold"
     """When the guard's pool has another layout: serve cold, have the pool discarded, or fail to start."""
 
@@ -201,6 +201,16 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
             raise ConfigError(f"{source}: unknown setting {key!r}; {hint}")
+    missing = [
+        field.name for field in msgspec.structs.fields(cls) if field.required and field.name not in values
+    ]
+    if missing:
+        raise ConfigError(
+            f"{source}: missing "
+            + ", ".join(
+                f"{name} (--{name.replace('_', '-')} or {GUARD_ENV_PREFIX}{name.upper()})" for name in missing
+            )
+        )
     for size in ("pool_bytes", "scrub_bytes_per_s"):
         if size in values:
             values[size] = parse_size(values[size], f"{source}: {size}")

@@ -77,13 +77,24 @@ def test_a_block_damaged_in_the_source_is_found_counted_and_computed(agg: Agg) -
     chat = messages(4)
     cold = observe(agg.graph, chat, max_tokens=ANSWER_TOKENS, worker=a)
     at_a, at_b = agg.guard_page(a), agg.guard_page(b)
-    bad = 5
-    damage(a, chat, bad, agg.graph.namespace)
+    damage(a, chat, 5, agg.graph.namespace)
 
     pulled = observe(agg.graph, chat, max_tokens=ANSWER_TOKENS, worker=b, settle=False)
 
+    # Not cached_tokens: vLLM counts those when it plans a load, and not always again when the load fails.
     assert pulled.answer.text == cold.answer.text
-    assert pulled.answer.cached_tokens == bad * BLOCK_SIZE
+
+    def at_b_since(name: str) -> float:
+        return growth(at_b, agg.guard_page(b)).total(name)
+
+    eventually(
+        lambda: (
+            at_b_since("kvcr_pulled_blocks_total") + at_b_since("kvcr_deposited_blocks_total")
+            >= PROMPT_BLOCKS
+        ),
+        "every block of the prompt in the pool of B",
+    )
+    assert at_b_since("kvcr_pulled_blocks_total") < PROMPT_BLOCKS
     corrupt = "kvcr_corrupt_blocks_total"
     assert grown(at_b, b.guard_metrics_url, corrupt, 1, where="pull") == 1
     assert grown(at_a, a.guard_metrics_url, corrupt, 1, where="source") == 1

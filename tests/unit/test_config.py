@@ -72,8 +72,8 @@ def test_values_out_of_range_are_refused(setting: str, value: object) -> None:
 
 
 def test_missing_settings_are_named() -> None:
-    with pytest.raises(ConfigError, match="name"):
-        load(GuardConfig, {}, "test")
+    with pytest.raises(ConfigError, match=r"missing pool_dir \(--pool-dir or KVCR_GUARD_POOL_DIR\)$"):
+        load(GuardConfig, {"name": "a", "pool_bytes": 1}, "test")
 
 
 def test_peers_are_endpoints_or_a_file(tmp_path: Path) -> None:

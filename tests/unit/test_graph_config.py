@@ -69,6 +69,7 @@ def test_every_shipped_graph_can_be_planned(
     path: Path, ports: PortBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcr.graph.plan.count_gpus", lambda: 2)
+    monkeypatch.setattr("kvcr.graph.plan.shm_free_bytes", lambda: 64 << 30)
     graph, notes = load_graph(path)
     assert notes == []
     plan = make_plan(graph, RunPaths("test-1", tmp_path / "run"), ports, {})
@@ -265,6 +266,25 @@ def test_a_list_in_env_gives_each_process_its_own(ports: PortBook, model: Path, 
 def test_a_missing_model_is_refused_by_name(ports: PortBook, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'/no/such/model' is not a directory"):
         plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": {"model": "/no/such/model"}}, ports, tmp_path)
+
+
+def test_pools_that_do_not_fit_are_refused_before_anything_starts(
+    ports: PortBook, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr.graph.plan.shm_free_bytes", lambda: 64 << 20)
+    document: dict[str, Any] = {
+        "Etcd": {},
+        "Nats": {},
+        "Guard": {"pool-bytes": "48MiB"},
+        "VllmWorker": {"model": str(model), "ServiceArgs": {"workers": 1}},
+    }
+    plan_of(document, ports, tmp_path)
+    document["VllmWorker"]["ServiceArgs"]["workers"] = 2
+    with pytest.raises(ConfigError, match=r"Guard\.pool-bytes.*2 x 0\.0469 GiB.*0\.0625 GiB free"):
+        plan_of(document, ports, tmp_path)
+    document["Guard"]["pool-bytes"] = "lots"
+    with pytest.raises(ConfigError, match=r"Guard\.pool-bytes is 'lots'"):
+        plan_of(document, ports, tmp_path)
 
 
 def test_components_must_agree_on_the_model(ports: PortBook, model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def test_the_installed_environment_is_the_locked_one() -> None:
         pytest.skip("not the environment of scripts/setup.sh")
     found = {
         re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version
-        for d in importlib.metadata.distributions()
+        # Not all of sys.path: setuptools, once imported, adds a folder of vendored packages to it.
+        for d in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
     }
     different = {
         name: (version, found.get(name)) for name, version in locked().items() if found.get(name) != version

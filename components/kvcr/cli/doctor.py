@@ -102,7 +102,13 @@ def run(*, as_json: bool) -> int:
     print()
     for check in report.checks:
         print(f"{check.outcome.value:<5} {check.name:<16} {check.detail}")
-    print(f"\n{'no problem found' if report.healthy else 'KVCR will not work as installed: see fail above'}")
+    warnings = sum(check.outcome is Outcome.WARN for check in report.checks)
+    if not report.healthy:
+        print("\nKVCR will not work as installed: see fail above")
+    elif warnings:
+        print(f"\nKVCR works as installed; warnings: {warnings}")
+    else:
+        print("\nno problem found")
     return 0 if report.healthy else 1
 
 

@@ -8,6 +8,7 @@ before the first of them runs; a process that is restarted gets exactly the same
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph import models
 from kvcr.graph.config import Component, Graph, Kind, Restart, count_gpus, render_flags
@@ -132,6 +134,16 @@ def make_plan(graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[s
     return _Planner(graph, paths, ports, environ).plan()
 
 
+def shm_free_bytes() -> int:
+    """Room for pools."""
+    mount = os.statvfs(SHM)
+    return mount.f_bavail * mount.f_frsize
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
 class _Planner:
     def __init__(self, graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[str, str]) -> None:
         self._graph = graph
@@ -146,6 +158,7 @@ class _Planner:
         """Guards first: workers are told their sockets and ports."""
         graph = self._graph
         served = self._check_model()
+        self._check_pools()
         servers = tuple(
             server for kind in (Kind.ETCD, Kind.NATS) if (server := self._server(kind)) is not None
         )
@@ -229,6 +242,22 @@ class _Planner:
         if Kind.NATS in servers:
             env |= {"NATS_SERVER": servers[Kind.NATS], "DYN_EVENT_PLANE": "nats"}
         return env
+
+    def _check_pools(self) -> None:
+        """Guards make their pools when engines attach, minutes later: too late to hear of a small mount."""
+        guard = self._graph.get(Kind.GUARD)
+        if guard is None:
+            return
+        what = f"{self._graph.source}: {guard.kind.value}.pool-bytes"
+        pool_bytes = parse_size(guard.params.get("pool-bytes", DEFAULT_POOL_BYTES), what)
+        pools = self._graph.count(Kind.GUARD)
+        free_bytes = shm_free_bytes()
+        if pools * pool_bytes > free_bytes:
+            raise ConfigError(
+                f"{what}: pools for {pools} x {_gib(pool_bytes)} do not fit into {SHM}, which has "
+                f"{_gib(free_bytes)} free; make the pools smaller, or the mount larger "
+                "(docker run --shm-size, mount -o remount,size=)"
+            )
 
     def _guard(self, component: Component, index: int, _served: str | None) -> ProcessPlan:
         name = self._name(Kind.GUARD, index)

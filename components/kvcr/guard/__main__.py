@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(GuardConfig, _settings(arguments), "kvcr.guard")
         guard = Guard(config)
     except (KvcrError, OSError) as error:
-        print(f"kvcr.guard: {error}", file=sys.stderr)
+        print(error if str(error).startswith("kvcr.guard") else f"kvcr.guard: {error}", file=sys.stderr)
         return 1 if not isinstance(error, KvcrError) or "Pool" in type(error).__name__ else 2
 
     def stop(*_: object) -> None:
