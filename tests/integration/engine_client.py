@@ -83,6 +83,8 @@ class GuardProcess:
             "--name", name,
             "--pool-dir", str(self.pool_dir),
             "--pool-bytes", str(slots * layout.slot_part_bytes * layout.ranks),
+            # Or the scrubber may find a block that a test damaged before the pull that should.
+            "--scrub-bytes-per-s", "0",
             *arguments,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(COMPONENTS), **(env or {})}

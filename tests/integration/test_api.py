@@ -67,7 +67,8 @@ def start_guard(directory: Path, *flags: str) -> RunningGuard:
     log = (directory.parent / f"{directory.name}.log").open("ab")
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "kvcr.guard", "--name", directory.name, "--pool-dir", str(directory),
+            sys.executable, "-m", "kvcr.guard", "--scrub-bytes-per-s", "0",
+            "--name", directory.name, "--pool-dir", str(directory),
             "--pool-bytes", "8MiB", "--metrics-port", "-1", *flags,
         ],
         stdout=subprocess.PIPE,
