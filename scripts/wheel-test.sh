@@ -77,4 +77,10 @@ PYTHON
 "$empty/kvcr" version
 "$empty/kvcr" doctor
 "$empty/python" -m kvcr.guard --help >/dev/null
+
+echo "-- two guards driven through kvcr.api, where neither vLLM nor torch nor Dynamo is installed"
+"$empty/pip" install --quiet -c "$root/requirements/lock-cpu.txt" pytest
+mkdir -p "$scratch/tests/integration"
+cp "$root/tests/integration/test_api.py" "$scratch/tests/integration"
+"$empty/python" -m pytest -q -p no:cacheprovider "$scratch/tests/integration/test_api.py"
 echo "wheel: ok"
