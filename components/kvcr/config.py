@@ -94,6 +94,8 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """When an engine has another layout than the pool: refuse it (cold, fail), or discard the pool."""
     remove_pool_on_exit: bool = False
     """Remove the pool's files at the end; otherwise they wait for the next guard."""
+    nice: int = -10
+    """Niceness, -20 to 19, where the process may set it: engines spin, and pulls then wait for a core."""
     lease_ms: int = 5000
     """Longest lease asked from a source for one pull, and longest granted to a peer."""
 
@@ -117,6 +119,7 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             -1 <= self.metrics_port < 65536, "metrics_port", self.metrics_port, "-1 (off), 0 (any) or a port"
         )
         _require(self.linger_s >= 0, "linger_s", self.linger_s, "0 (stay) or seconds")
+        _require(-20 <= self.nice <= 19, "nice", self.nice, "-20 to 19")
         _require(100 <= self.lease_ms <= 60_000, "lease_ms", self.lease_ms, "100 to 60000")
         _require(
             self.fence_after_s == 0 or self.fence_after_s >= MIN_FENCE_S,

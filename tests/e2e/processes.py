@@ -160,17 +160,23 @@ def shared_memory_names() -> set[str]:
 
 
 def leaked_shared_memory(before: set[str]) -> set[str]:
-    """Names in /dev/shm that were not there ``before`` and that no live process has mapped or names.
+    """Names in /dev/shm that were not there ``before`` and whose files no live process has mapped.
 
-    Pools (``kvcr-*``) are left out: other tests may run beside this one. Who made a pool looks for its own.
+    By inode: a POSIX semaphore is mapped under a temporary name before it gets its own. Pools (``kvcr-*``)
+    are left out: other tests may run beside this one. Who made a pool looks for its own.
     """
-    fresh = {name for name in shared_memory_names() - before if not name.startswith("kvcr-")}
-    used: set[str] = set()
+    fresh: dict[str, int] = {}
+    for name in shared_memory_names() - before:
+        with contextlib.suppress(FileNotFoundError):
+            if not name.startswith("kvcr-"):
+                fresh[name] = (SHM / name).stat().st_ino
+    mapped: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            known = (process / "maps").read_text() + (process / "cmdline").read_text(errors="replace")
-            used |= {name for name in fresh if f"/dev/shm/{name}" in known}
-    return {name for name in fresh - used if (SHM / name).exists()}
+            for line in (process / "maps").read_text().splitlines():
+                if f" {SHM}/" in line:
+                    mapped.add(int(line.split()[4]))
+    return {name for name, inode in fresh.items() if inode not in mapped and (SHM / name).exists()}
 
 
 def eventually(check: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:

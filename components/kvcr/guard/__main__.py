@@ -19,6 +19,7 @@ from typing import Any
 from kvcr.config import GuardConfig, from_environment, load
 from kvcr.errors import KvcrError
 from kvcr.guard.authority import Guard
+from kvcr.guard.priority import go_first
 from kvcr.guard.view import GuardView
 
 log = logging.getLogger("kvcr.guard")
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         config = load(GuardConfig, _settings(arguments), "kvcr.guard")
+        go_first(config.nice)
         guard = Guard(config)
     except (KvcrError, OSError) as error:
         print(error if str(error).startswith("kvcr.guard") else f"kvcr.guard: {error}", file=sys.stderr)
@@ -102,6 +104,7 @@ def _settings(arguments: list[str] | None) -> dict[str, Any]:
     flag("--lease-ms", help="longest lease asked or granted for a pull")
     flag("--fence-after-s", help="SIGKILL an engine that is silent for this long (default: never)")
     flag("--scrub-bytes-per-s", help="verify payloads in the background this fast, e.g. 8MiB; 0: not at all")
+    flag("--nice", help="niceness, -20 to 19, if allowed (default: -10)")
     flag("--cluster", action="store_true", help="join Dynamo: registration, events, discovery")
     flag("--remove-pool-on-exit", action="store_true")
     return {**from_environment(os.environ), **vars(parser.parse_args(arguments))}
