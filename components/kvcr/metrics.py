@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
@@ -36,7 +37,7 @@ DEFAULT_BUCKETS_S = (
 Labels = tuple[str, ...]
 
 
-class Metric:
+class Metric(ABC):
     """A family: one name, one set of label names, one value per combination of label values.
 
     May be used from any thread.
@@ -55,9 +56,9 @@ class Metric:
             raise ValueError(f"{self.name} has labels {self.label_names}, got {tuple(labels)}")
         return tuple(labels[name] for name in self.label_names)
 
+    @abstractmethod
     def render(self) -> Iterable[str]:
         """Sample lines, without the header."""
-        raise NotImplementedError
 
 
 class Counter(Metric):

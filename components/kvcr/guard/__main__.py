@@ -39,11 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
-        config = load(GuardConfig, _settings(arguments), "kvcr.guard")
+        config = load(GuardConfig, _settings(arguments), "settings")
         go_first(config.nice)
         guard = Guard(config)
     except (KvcrError, OSError) as error:
-        print(error if str(error).startswith("kvcr.guard") else f"kvcr.guard: {error}", file=sys.stderr)
+        print(f"kvcr.guard: {error}", file=sys.stderr)
         return 1 if not isinstance(error, KvcrError) or "Pool" in type(error).__name__ else 2
 
     def stop(*_: object) -> None:
