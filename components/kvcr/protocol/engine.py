@@ -171,6 +171,36 @@ class Fetch(Message, frozen=True):
     deadline_ms: float
     plan_id: str = ""
     no_retain: bool = False
+    """Into transit slots: never published, freed when the engine has loaded them."""
+    move: bool = False
+    """The source drops each block once it is committed here."""
+
+
+class Act(Message, frozen=True):
+    """Scheduler to guard: actions other than a fetch that rode on a request, as they came."""
+
+    epoch: int
+    request_id: str
+    envelope: bytes
+    """the JSON of a ``kv_hint`` envelope"""
+
+
+class DropG1(Message, frozen=True):
+    """Guard to scheduler: forget these blocks in G1. Blocks in use lose their hash now and are free on release.
+
+    Answered by DroppedG1 when it is done, which on an idle engine is before its next request.
+    """
+
+    drop_id: int
+    engine_hashes: bytes
+    """uint64 each: the engine's own 64-bit block hash"""
+
+
+class DroppedG1(Message, frozen=True):
+    """Scheduler to guard: that many of them were in G1 and are not any more."""
+
+    drop_id: int
+    count: int
 
 
 class FetchLease(Message, frozen=True):
@@ -276,8 +306,10 @@ ToGuard = (
     | Unpin
     | Holding
     | Alive
+    | Act
+    | DroppedG1
 )
-ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress
+ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress | DropG1
 
 to_guard: Codec[ToGuard] = Codec(ToGuard)
 to_engine: Codec[ToEngine] = Codec(ToEngine)

@@ -6,10 +6,14 @@ Subjects::
     kvcr.v1.{namespace}.inventory.{guard}   guard to routers, core NATS: Inventory, Heartbeat
     kvcr.v1.{namespace}.hints.{guard}       router to guards and onlookers: HintNotice
     kvcr.v1.{namespace}.locations           router to everyone, JetStream: Locations
+    kvcr.v1.{namespace}.actions.{guard}     router to one guard, JetStream: Act
+    kvcr.v1.{namespace}.results             guard to routers, core NATS: ActionResult
+    kvcr.v1.{namespace}.state.{guard}       guard to everyone, JetStream: StateChange
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import msgspec
@@ -31,6 +35,18 @@ def hints_subject(namespace: str, guard: str) -> str:
 
 def locations_subject(namespace: str) -> str:
     return f"kvcr.v1.{namespace}.locations"
+
+
+def actions_subject(namespace: str, guard: str) -> str:
+    return f"kvcr.v1.{namespace}.actions.{guard}"
+
+
+def results_subject(namespace: str) -> str:
+    return f"kvcr.v1.{namespace}.results"
+
+
+def state_subject(namespace: str, guard: str) -> str:
+    return f"kvcr.v1.{namespace}.state.{guard}"
 
 
 class Inventory(Message, frozen=True):
@@ -88,7 +104,68 @@ class HintNotice(Message, frozen=True):
     reason: str
 
 
-Event = Inventory | Heartbeat | Locations | HintNotice
+class Act(Message, frozen=True):
+    """Actions for a guard that ride on no request. A guard that reads it after ``expires_unix_s`` answers
+    ``expired`` and does nothing."""
+
+    plan_id: str
+    router: str
+    envelope: bytes
+    """the JSON of a ``kv_hint`` envelope"""
+    expires_unix_s: float
+
+
+class ActionResult(Message, frozen=True):
+    """What became of one action. ``code`` is an :class:`ActionCode`."""
+
+    guard: str
+    incarnation: int
+    plan_id: str
+    action_id: str
+    action_type: str
+    code: str
+    blocks: int = 0
+    """that the action changed: copied, dropped, pinned"""
+    byte_count: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+
+
+class StateChange(Message, frozen=True):
+    """A guard changed state: the time line of a failover."""
+
+    guard: str
+    incarnation: int
+    epoch: int
+    previous: str
+    state: str
+    """name of a :class:`kvcr.guard.view.GuardState`"""
+    worker_id: int
+    """Dynamo instance of the engine that holds, or held, the pool; 0 without one"""
+    unix_s: float
+    seconds: float
+    """since the change before"""
+
+
+class ActionCode(enum.StrEnum):
+    """How an action ended. Everything but DONE and PARTIAL changed nothing that had to be kept."""
+
+    DONE = "done"
+    PARTIAL = "partial"
+    """some blocks; the counts say how many"""
+    MISS = "miss"
+    """none of the blocks is here (or, for a copy, at a source)"""
+    DEFERRED = "deferred"
+    """done in G2 and lower; the engine is idle and drops its G1 blocks before its next request"""
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    TOO_SLOW = "too_slow"
+    FAILED = "failed"
+    REFUSED = "refused"
+    """malformed, of another key space, or over a limit; ``detail`` says which"""
+
+
+Event = Inventory | Heartbeat | Locations | HintNotice | Act | ActionResult | StateChange
 event: Codec[Event] = Codec(Event, max_bytes=MAX_EVENT_BYTES)
 
 
@@ -125,6 +202,74 @@ class FetchPayload(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: float = 2000.0
 
 
+PREFETCH = "kv.prefetch"
+INVALIDATE = "kv.invalidate"
+PIN = "kv.pin"
+UNPIN = "kv.unpin"
+DEMOTE = "kv.demote"
+CANCEL = "kv.cancel"
+ACTION_VERSION = "1.0"
+"""of each of the actions that name blocks by key"""
+
+# Blocks are named by their keys (a blob, 16 bytes each, base64 in JSON), in chain order. Walking parents
+# from the last key of a chain would be shorter, and fails once a guard has evicted the tail.
+
+
+class PrefetchPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy (or move) these blocks into the target's G2 ahead of a request. ``sources`` count positions
+    from the first key below."""
+
+    plan_id: str
+    keys: bytes
+    engine_hashes: bytes
+    """uint64 each"""
+    parent: str
+    """hex of the key before the first one"""
+    first: int
+    """position of the first key in its chain"""
+    sources: list[FetchSource]
+    mode: str = "copy"
+    give_up_ms: float = 0.0
+    deadline_ms: float = 10_000.0
+
+
+class InvalidatePayload(msgspec.Struct, frozen=True, kw_only=True):
+    """Drop these blocks from every tier of this guard and from its engine's G1."""
+
+    plan_id: str
+    keys: bytes
+    descendants: bool = True
+    """also what was decoded or appended after them: resident blocks whose chain goes through one of them"""
+
+
+class PinPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep these blocks from eviction for ``ttl_s`` seconds from receipt. Unpinned by ``pin_id``."""
+
+    plan_id: str
+    keys: bytes
+    pin_id: str
+    ttl_s: float
+
+
+class UnpinPayload(msgspec.Struct, frozen=True, kw_only=True):
+    plan_id: str
+    pin_id: str
+
+
+class DemotePayload(msgspec.Struct, frozen=True, kw_only=True):
+    """These blocks are safe to evict: first to go under pressure, still served until then."""
+
+    plan_id: str
+    keys: bytes
+    descendants: bool = True
+
+
+class CancelPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop the prefetch of this plan; what arrived stays."""
+
+    plan_id: str
+
+
 class StockFetchPayload(msgspec.Struct, frozen=True):
     """Payload of the stock router's kv.fetch@1.0."""
 
@@ -139,9 +284,14 @@ def envelope(message_id: str, actions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def fetch_action(action_id: str, payload: FetchPayload) -> dict[str, Any]:
     """One kv.fetch@2.0 action of an envelope."""
+    return action(action_id, FETCH, FETCH_VERSION, payload)
+
+
+def action(action_id: str, kind: str, version: str, payload: msgspec.Struct) -> dict[str, Any]:
+    """One action of an envelope; bytes in the payload become base64."""
     return {
         "action_id": action_id,
-        "action_type": FETCH,
-        "action_version": FETCH_VERSION,
+        "action_type": kind,
+        "action_version": version,
         "payload": msgspec.to_builtins(payload),
     }

@@ -133,8 +133,25 @@ class Replayed(Message, frozen=True):
     batches: list[bytes]
 
 
-ToServer = PeerHello | Lease | Release | Snapshot | Replay
-ToClient = PeerWelcome | PeerRefused | Leased | SnapshotChunk | Replayed
+class Discard(Message, frozen=True):
+    """The end of a move: the caller has committed these blocks, so drop yours, in every tier and in G1."""
+
+    op: int
+    name: str
+    incarnation: int
+    plan_id: str
+    keys: bytes
+
+
+class Discarded(Message, frozen=True):
+    op: int
+    incarnation: int
+    count: int
+    """of the keys that were here and are dropped; leased or pinned ones are not"""
+
+
+ToServer = PeerHello | Lease | Release | Snapshot | Replay | Discard
+ToClient = PeerWelcome | PeerRefused | Leased | SnapshotChunk | Replayed | Discarded
 
 to_server: Codec[ToServer] = Codec(ToServer, max_bytes=MAX_CONTROL_BYTES)
 to_client: Codec[ToClient] = Codec(ToClient, max_bytes=MAX_CONTROL_BYTES)
