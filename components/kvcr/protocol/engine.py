@@ -186,7 +186,7 @@ class Act(Message, frozen=True):
 
 
 class DropG1(Message, frozen=True):
-    """Guard to scheduler: forget these blocks in G1. Blocks in use lose their hash now and are free on release.
+    """Guard to scheduler: forget these blocks in G1. Those in use lose their hash now, and are free later.
 
     Answered by DroppedG1 when it is done, which on an idle engine is before its next request.
     """
