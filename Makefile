@@ -28,7 +28,7 @@ format: setup
 
 bench: setup
 	@test -n "$(NAME)" || { echo "make bench NAME=...; there are:" \
-		$$(ls bench/*.py | xargs -n1 basename -s .py | grep -v '^_'); exit 2; }
+		$$(ls bench/*.py | xargs -n1 basename -s .py | grep -v -e '^_' -e '^peer_'); exit 2; }
 	@.venv/bin/python -m bench.$(NAME) $(if $(QUICK),--quick) $(ARGS)
 
 docs: setup
