@@ -13,8 +13,9 @@ import pytest
 
 from kvcr.errors import ConfigError
 from kvcr.graph.config import Kind, Restart, load_graph, parse_graph, render_flags
-from kvcr.graph.plan import Plan, ProcessPlan, RunPaths, make_plan
+from kvcr.graph.plan import Plan, ProcessPlan, make_plan
 from kvcr.graph.ports import PortBook
+from kvcr.graph.site import LocalSite, RunPaths
 
 AGG = Path(__file__).resolve().parents[2] / "deploy" / "graphs" / "agg.yaml"
 
@@ -36,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 def plan_of(document: dict[str, Any], ports: PortBook, tmp_path: Path, **environ: str) -> Plan:
     graph = parse_graph(document, name="test", source="test.yaml")
-    return make_plan(graph, RunPaths("test-1", tmp_path / "run"), ports, environ)
+    return make_plan(graph, LocalSite(RunPaths("test-1", tmp_path / "run"), ports), environ)
 
 
 def named(plan: Plan, name: str) -> ProcessPlan:
@@ -68,11 +69,11 @@ def test_the_shipped_graph_has_everything_a_deployment_needs() -> None:
 def test_every_shipped_graph_can_be_planned(
     path: Path, ports: PortBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcr.graph.plan.count_gpus", lambda: 2)
-    monkeypatch.setattr("kvcr.graph.plan.shm_free_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("kvcr.graph.site.count_gpus", lambda: 2)
+    monkeypatch.setattr("kvcr.graph.site.shm_free_bytes", lambda: 64 << 30)
     graph, notes = load_graph(path)
     assert notes == []
-    plan = make_plan(graph, RunPaths("test-1", tmp_path / "run"), ports, {})
+    plan = make_plan(graph, LocalSite(RunPaths("test-1", tmp_path / "run"), ports), {})
     assert {process.kind for process in plan.processes} >= {
         Kind.GUARD,
         Kind.WORKER,
@@ -271,7 +272,7 @@ def test_a_missing_model_is_refused_by_name(ports: PortBook, tmp_path: Path) -> 
 def test_pools_that_do_not_fit_are_refused_before_anything_starts(
     ports: PortBook, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcr.graph.plan.shm_free_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("kvcr.graph.site.shm_free_bytes", lambda: 64 << 20)
     document: dict[str, Any] = {
         "Etcd": {},
         "Nats": {},
@@ -338,7 +339,7 @@ def test_dynamo_components_need_a_cluster(ports: PortBook, tmp_path: Path) -> No
 def test_more_gpus_than_the_machine_has_are_refused(
     ports: PortBook, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcr.graph.plan.count_gpus", lambda: 2)
+    monkeypatch.setattr("kvcr.graph.site.count_gpus", lambda: 2)
     document: dict[str, Any] = {
         "Etcd": {},
         "Nats": {},

@@ -12,8 +12,9 @@ import pytest
 from kvcr.errors import ConfigError
 from kvcr.graph import legacy
 from kvcr.graph.config import Kind, load_graph
-from kvcr.graph.plan import RunPaths, make_plan
+from kvcr.graph.plan import make_plan
 from kvcr.graph.ports import PortBook
+from kvcr.graph.site import LocalSite, RunPaths
 
 # The settings of examples/llm/configs/agg_router.yaml of Dynamo 0.3, with a model that exists here.
 AGG_ROUTER = """
@@ -61,7 +62,7 @@ def agg_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_file_runs_as_a_graph_of_today(agg_router: Path, tmp_path: Path) -> None:
     graph, _ = load_graph(agg_router)
     ports = PortBook()
-    plan = make_plan(graph, RunPaths("old-1", tmp_path / "run"), ports, {})
+    plan = make_plan(graph, LocalSite(RunPaths("old-1", tmp_path / "run"), ports), {})
     ports.close()
     by_name = {process.name: process for process in plan.processes}
     assert set(by_name) == {"guard-0", "worker-0", "router", "frontend"}

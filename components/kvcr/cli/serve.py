@@ -17,6 +17,7 @@ from kvcr.graph.config import Kind, load_graph
 from kvcr.graph.launcher import Launcher
 from kvcr.graph.plan import Plan, make_plan
 from kvcr.graph.ports import PortBook
+from kvcr.graph.site import LocalSite
 
 _FOLDERS = ("deploy/graphs", "graphs", "configs")
 _ENTRY = re.compile(r"(?:graphs\.)?([A-Za-z0-9_.-]+):([A-Za-z]+)")
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> 
     _check_entry(arguments.entry, {kind.value for kind in graph.components})
     paths = runs.new_run(graph.name, Path(arguments.run_dir) if arguments.run_dir else None)
     with contextlib.closing(PortBook()) as ports:
-        plan = make_plan(graph, paths, ports, os.environ)
+        plan = make_plan(graph, LocalSite(paths, ports), os.environ)
         if arguments.print_plan:
             _print_plan(plan)
             return 0
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> 
         for line in runs.sweep_dead_runs():
             _say(line)
         _say(f"graph {graph.name}, run {paths.run_id}; logs in {paths.logs}")
-        return Launcher(plan, ports, _say).run()
+        return Launcher(plan, paths, ports, _say).run()
 
 
 def _graph_file(entry: str | None, file: str | None) -> Path:

@@ -32,6 +32,7 @@ from kvcr.graph import infra, processes, runs
 from kvcr.graph.config import Kind, Restart
 from kvcr.graph.plan import WAVES, Plan, ProcessPlan, ServerPlan, check_reachable
 from kvcr.graph.ports import PortBook
+from kvcr.graph.site import RunPaths
 
 ENGINE_GRACE_S = 3.0
 """dynamo.vllm needs more than 20 s to leave by itself, which nobody waits for."""
@@ -92,8 +93,9 @@ class Member:
 class Launcher:
     """One run of a plan. Use from the main thread of a process that does nothing else."""
 
-    def __init__(self, plan: Plan, ports: PortBook, report: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, paths: RunPaths, ports: PortBook, report: Callable[[str], None]) -> None:
         self._plan = plan
+        self._paths = paths
         self._ports = ports
         self._report = report
         self._members = [Member(process) for process in plan.processes]
@@ -109,9 +111,9 @@ class Launcher:
         """Blocks until the graph is gone; 0 after a stop by signal. Raises GraphFailed, ConfigError."""
         processes.become_subreaper()
         # Servers inherit it: see runs.sweep_dead_runs.
-        os.environ[runs.RUN_DIR_VARIABLE] = str(self._plan.paths.run_dir)
+        os.environ[runs.RUN_DIR_VARIABLE] = str(self._paths.run_dir)
         self._catch_signals()
-        with runs.opened(self._plan.paths):
+        with runs.opened(self._paths):
             try:
                 self._start()
                 while not self._signals:
@@ -175,7 +177,7 @@ class Launcher:
             raise GraphFailed(
                 f"the frontend did not take requests for model {self._plan.served_model} within "
                 f"{_MODEL_SERVED_TIMEOUT_S:g} s, though all components are ready; "
-                f"see the logs of router and frontend in {self._plan.paths.logs}"
+                f"see the logs of router and frontend in {self._paths.logs}"
             )
         return False
 
@@ -186,7 +188,7 @@ class Launcher:
             self._report(f"{name:<12} ready  external  {server.url}")
             return
         since_s = time.monotonic()
-        data, log = self._plan.paths.run_dir / name, self._plan.paths.logs / f"{name}.log"
+        data, log = self._paths.run_dir / name, self._paths.logs / f"{name}.log"
         self._ports.release(server.port)
         if server.kind is Kind.ETCD:
             running = infra.start_etcd(data, log, port=server.port, timeout_s=timeout_s)
@@ -201,7 +203,7 @@ class Launcher:
         plan = member.plan
         for port in plan.ports.values():
             self._ports.release(port)
-        member.child = processes.Child(plan.argv, plan.env, self._plan.paths.logs / f"{plan.name}.log")
+        member.child = processes.Child(plan.argv, plan.env, self._paths.logs / f"{plan.name}.log")
         member.state, member.instance, member.probe_at_s = State.STARTING, None, 0.0
         self._save()
 
@@ -330,7 +332,7 @@ class Launcher:
             command += ["--worker-control", member.plan.control]
         if member.instance is not None:
             command += ["--instance", member.instance]
-        log = self._plan.paths.logs / "forget.log"
+        log = self._paths.logs / "forget.log"
         self._forgetting.append(processes.Child(command, member.plan.env, log))
 
     # -- down ----------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ class Launcher:
         self._phase = "stopped"
         self._servers.clear()
         self._save()
-        self._report(f"graph {self._plan.graph.name} is gone; logs stay in {self._plan.paths.logs}")
+        self._report(f"graph {self._plan.graph.name} is gone; logs stay in {self._paths.logs}")
 
     def _end(
         self, members: list[Member], grace_s: float, signals: int
@@ -429,7 +431,7 @@ class Launcher:
                 pass
 
     def _save(self) -> None:
-        runs.write_state(self._plan.paths, self._state())
+        runs.write_state(self._paths, self._state())
 
     def _state(self) -> dict[str, Any]:
         plan = self._plan
@@ -447,7 +449,7 @@ class Launcher:
                     "ports": {"client": server.port} if server.port else {},
                     "urls": {"client": server.url, **({"monitor": running.monitor_url} if running else {})},
                     "metrics": f"{running.monitor_url}/metrics" if running and name == "etcd" else None,
-                    "log": None if server.external else str(plan.paths.logs / f"{name}.log"),
+                    "log": None if server.external else str(self._paths.logs / f"{name}.log"),
                     "restarts": self._server_restarts.get(server.kind, 0),
                 }
             )
@@ -465,7 +467,7 @@ class Launcher:
                     "metrics": process.metrics,
                     "control": process.control,
                     "instance": member.instance,
-                    "log": str(plan.paths.logs / f"{process.name}.log"),
+                    "log": str(self._paths.logs / f"{process.name}.log"),
                     "restarts": member.restarts,
                     "announced": member.announced,
                     "argv": list(process.argv),
@@ -473,13 +475,13 @@ class Launcher:
             )
         return {
             "graph": plan.graph.name,
-            "id": plan.paths.run_id,
+            "id": self._paths.run_id,
             "state": self._phase,
             "pid": os.getpid(),
-            "run_dir": str(plan.paths.run_dir),
-            "logs": str(plan.paths.logs),
-            "pools": str(plan.paths.pools),
-            "secret_file": str(plan.paths.secret),
+            "run_dir": str(self._paths.run_dir),
+            "logs": str(self._paths.logs),
+            "pools": str(self._paths.pools),
+            "secret_file": str(self._paths.secret),
             "namespace": plan.namespace,
             "model": plan.model,
             "served_model": plan.served_model,

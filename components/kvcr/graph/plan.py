@@ -8,25 +8,21 @@ before the first of them runs; a process that is restarted gets exactly the same
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph import models
-from kvcr.graph.config import Component, Graph, Kind, Restart, count_gpus, render_flags
-from kvcr.graph.ports import LOOPBACK, PortBook
+from kvcr.graph.config import Component, Graph, Kind, Restart, render_flags
+from kvcr.graph.site import CONTROL_PORT, ETCD_PORT, HTTP_PORT, METRICS_PORT, NATS_PORT, SYSTEM_PORT, Site
 
 DEFAULT_NAMESPACE = "dynamo"
 DEFAULT_POOL_BYTES = "1GiB"
 DEFAULT_BLOCK_SIZE = 32
-SHM = Path("/dev/shm")
 # With the Dynamo runtime's 30 s default, a pause of etcd ends every process; deaths are told by revoking.
 LEASE_TTL_S = 120
 
@@ -40,28 +36,6 @@ WAVES: tuple[tuple[Kind, ...], ...] = (
 
 START_TIMEOUT_S = {Kind.GUARD: 60.0, Kind.WORKER: 600.0, Kind.ROUTER: 120.0, Kind.FRONTEND: 120.0}
 """A worker compiles and loads weights; two of them on two loaded cores take minutes."""
-
-
-@dataclass(frozen=True)
-class RunPaths:
-    """Where one run of a graph keeps its things."""
-
-    run_id: str
-    run_dir: Path
-    """Logs, graph.json, the secret, the data of etcd and NATS."""
-
-    @property
-    def logs(self) -> Path:
-        return self.run_dir / "logs"
-
-    @property
-    def secret(self) -> Path:
-        return self.run_dir / "secret"
-
-    @property
-    def pools(self) -> Path:
-        """Root of the pools, on tmpfs; removed when the graph goes down."""
-        return SHM / f"kvcr-{self.run_id}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +78,6 @@ class Plan:
     """All of a graph's processes, in no particular order, and what they have in common."""
 
     graph: Graph
-    paths: RunPaths
     namespace: str
     model: str | None
     served_model: str | None
@@ -126,29 +99,19 @@ class Plan:
         return found[0] if found else None
 
 
-def make_plan(graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[str, str]) -> Plan:
-    """Decide everything. ``environ`` is looked at for ``ETCD_ENDPOINTS`` and ``NATS_SERVER`` only.
+def make_plan(graph: Graph, site: Site, environ: Mapping[str, str]) -> Plan:
+    """Decide everything for processes at ``site``. ``environ`` is looked at for ``ETCD_ENDPOINTS`` and
+    ``NATS_SERVER`` only.
 
     Raises ConfigError for a missing model, a taken port, or components that contradict each other.
     """
-    return _Planner(graph, paths, ports, environ).plan()
-
-
-def shm_free_bytes() -> int:
-    """Room for pools."""
-    mount = os.statvfs(SHM)
-    return mount.f_bavail * mount.f_frsize
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
+    return _Planner(graph, site, environ).plan()
 
 
 class _Planner:
-    def __init__(self, graph: Graph, paths: RunPaths, ports: PortBook, environ: Mapping[str, str]) -> None:
+    def __init__(self, graph: Graph, site: Site, environ: Mapping[str, str]) -> None:
         self._graph = graph
-        self._paths = paths
-        self._ports = ports
+        self._site = site
         self._environ = environ
         self._namespace = str(self._agreed("namespace", (Kind.GUARD, Kind.WORKER, Kind.ROUTER)) or "dynamo")
         self._model = self._agreed("model", (Kind.WORKER, Kind.ROUTER))
@@ -173,7 +136,7 @@ class _Planner:
             component = graph.get(kind)
             if component is not None:
                 processes += [build(component, index, served) for index in range(graph.count(kind))]
-        return Plan(graph, self._paths, self._namespace, self._model, served, servers, tuple(processes))
+        return Plan(graph, self._namespace, self._model, served, servers, tuple(processes))
 
     def _agreed(self, key: str, kinds: tuple[Kind, ...]) -> Any:
         """The one value several components give for a key, None when none does."""
@@ -197,7 +160,7 @@ class _Planner:
             raise ConfigError(
                 f"{self._graph.source}: {needed[0].value}.model is missing; name a model or path"
             )
-        models.check_model(self._model)
+        self._site.check_model(self._model)
         named = self._agreed("served-model-name", (Kind.WORKER, Kind.ROUTER))
         return str(named) if named is not None else models.served_name(self._model)
 
@@ -218,15 +181,16 @@ class _Planner:
         address = component.params.get("address")
         if address:
             return ServerPlan(kind, _checked_address(str(address), kind), 0)
-        port = self._port(component, "port", 0)
-        scheme = "http" if kind is Kind.ETCD else "nats"
+        scheme, usual = ("http", ETCD_PORT) if kind is Kind.ETCD else ("nats", NATS_PORT)
+        port = self._port(component, "port", 0, usual)
         config = component.params.get("config")
-        return ServerPlan(kind, f"{scheme}://{LOOPBACK}:{port}", port, str(config) if config else None)
+        url = f"{scheme}://{self._site.host(kind.value.lower())}:{port}"
+        return ServerPlan(kind, url, port, str(config) if config else None)
 
     def _shared_environment(self, servers: Mapping[Kind, str]) -> dict[str, str]:
         env = {
-            "KVCR_RUN_DIR": str(self._paths.run_dir),
-            "KVCR_SECRET_FILE": str(self._paths.secret),
+            "KVCR_RUN_DIR": str(self._site.run_dir),
+            "KVCR_SECRET_FILE": str(self._site.secret),
             "DYN_NAMESPACE": self._namespace,
             "PYTHONUNBUFFERED": "1",
         }
@@ -236,8 +200,7 @@ class _Planner:
                 "ETCD_LEASE_TTL": str(LEASE_TTL_S),
                 "DYN_DISCOVERY_BACKEND": "etcd",
                 "DYN_REQUEST_PLANE": "tcp",
-                "DYN_TCP_RPC_HOST": LOOPBACK,
-                "DYN_SYSTEM_HOST": LOOPBACK,
+                "DYN_SYSTEM_HOST": self._site.bind,
             }
         if Kind.NATS in servers:
             env |= {"NATS_SERVER": servers[Kind.NATS], "DYN_EVENT_PLANE": "nats"}
@@ -250,20 +213,14 @@ class _Planner:
             return
         what = f"{self._graph.source}: {guard.kind.value}.pool-bytes"
         pool_bytes = parse_size(guard.params.get("pool-bytes", DEFAULT_POOL_BYTES), what)
-        pools = self._graph.count(Kind.GUARD)
-        free_bytes = shm_free_bytes()
-        if pools * pool_bytes > free_bytes:
-            raise ConfigError(
-                f"{what}: pools for {pools} x {_gib(pool_bytes)} do not fit into {SHM}, which has "
-                f"{_gib(free_bytes)} free; make the pools smaller, or the mount larger "
-                "(docker run --shm-size, mount -o remount,size=)"
-            )
+        self._site.check_pools(what, self._graph.count(Kind.GUARD), pool_bytes)
 
     def _guard(self, component: Component, index: int, _served: str | None) -> ProcessPlan:
         name = self._name(Kind.GUARD, index)
-        control_port = self._port(component, "control-port", index)
-        metrics_port = self._port(component, "metrics-port", index)
-        pool_dir = self._paths.pools / name
+        host = self._site.host(name)
+        control_port = self._port(component, "control-port", index, CONTROL_PORT)
+        metrics_port = self._port(component, "metrics-port", index, METRICS_PORT)
+        pool_dir = self._site.pools / name
         params: dict[str, Any] = {
             "pool-bytes": DEFAULT_POOL_BYTES,
             "cluster": "ETCD_ENDPOINTS" in self._env,
@@ -271,14 +228,16 @@ class _Planner:
             "name": name,
             "pool-dir": pool_dir,
             "socket": pool_dir / "guard.sock",
-            "control": f"tcp://{LOOPBACK}:{control_port}",
+            "control": f"tcp://{self._site.bind}:{control_port}",
             "metrics-port": metrics_port,
             "namespace": self._namespace,
-            "secret-file": self._paths.secret,
+            "secret-file": self._site.secret,
         }
-        control = f"tcp://{LOOPBACK}:{control_port}"
+        if host != self._site.bind:
+            params |= {"advertise": f"{host}:{control_port}", "metrics-host": self._site.bind}
+        control = f"tcp://{host}:{control_port}"
         self._controls.append(control)
-        metrics = f"http://{LOOPBACK}:{metrics_port}/metrics"
+        metrics = f"http://{host}:{metrics_port}/metrics"
         return self._process(
             component,
             index,
@@ -292,13 +251,14 @@ class _Planner:
 
     def _worker(self, component: Component, index: int, served: str | None) -> ProcessPlan:
         assert self._model is not None
-        system_port = self._port(component, "system-port", index)
         name = self._name(Kind.WORKER, index)
+        host = self._site.host(name)
+        system_port = self._port(component, "system-port", index, SYSTEM_PORT)
         control = self._controls[index] if self._controls else None
         params: dict[str, Any] = {
             "block-size": DEFAULT_BLOCK_SIZE,
             **_without(component.params, "system-port", "kv-transfer-config", "kv-events-config"),
-            "model": models.model_path(self._model),
+            "model": self._site.model_path(self._model),
             "served-model-name": served,
             "kv-transfer-config": self._transfer_config(component, index, control),
             "kv-events-config": _merged(
@@ -308,7 +268,7 @@ class _Planner:
                     "publisher": "zmq",
                     "topic": "",
                     # vLLM binds TCP on all interfaces or not at all, and these events carry token ids.
-                    "endpoint": f"ipc://{self._paths.pools}/{name}.events",
+                    "endpoint": f"ipc://{self._site.pools}/{name}.events",
                 },
             ),
         }
@@ -326,8 +286,8 @@ class _Planner:
                 **self._devices(component, index),
             },
             ports={"system": system_port},
-            urls={"health": f"http://{LOOPBACK}:{system_port}/health"},
-            metrics=f"http://{LOOPBACK}:{system_port}/metrics",
+            urls={"health": f"http://{host}:{system_port}/health"},
+            metrics=f"http://{host}:{system_port}/metrics",
             control=control,
         )
 
@@ -338,8 +298,8 @@ class _Planner:
             name = self._name(Kind.GUARD, index)
             engine |= {
                 "name": name,
-                "socket": str(self._paths.pools / name / "guard.sock"),
-                "pool_dir": str(self._paths.pools / name),
+                "socket": str(self._site.pools / name / "guard.sock"),
+                "pool_dir": str(self._site.pools / name),
                 # Stock dynamo.vllm reads this list, and publishes that this worker takes hints and where
                 # other guards reach its own.
                 "secondary_tiers": [
@@ -347,7 +307,7 @@ class _Planner:
                         "type": "kvcr",
                         "router_capabilities": ["router_hint"],
                         "control_ports": [int(control.rsplit(":", 1)[1])],
-                        "control_advertise_host": LOOPBACK,
+                        "control_advertise_host": self._site.host(name),
                     }
                 ],
             }
@@ -364,16 +324,17 @@ class _Planner:
 
     def _router(self, component: Component, index: int, served: str | None) -> ProcessPlan:
         assert self._model is not None
-        system_port = self._port(component, "system-port", index)
+        host = self._site.host(self._name(Kind.ROUTER, index))
+        system_port = self._port(component, "system-port", index, SYSTEM_PORT)
         worker = self._graph.get(Kind.WORKER)
         block_size = worker.params.get("block-size", DEFAULT_BLOCK_SIZE) if worker else DEFAULT_BLOCK_SIZE
         params: dict[str, Any] = {
             "block-size": block_size,
             **_without(component.params, "model", "served-model-name", "system-port", "namespace"),
             "namespace": self._namespace,
-            "model-path": models.model_path(self._model),
+            "model-path": self._site.model_path(self._model),
             "model-name": served,
-            "secret-file": self._paths.secret,
+            "secret-file": self._site.secret,
         }
         return self._process(
             component,
@@ -382,16 +343,16 @@ class _Planner:
             render_flags(params, "router"),
             env={"DYN_SYSTEM_PORT": str(system_port)},
             ports={"system": system_port},
-            urls={"health": f"http://{LOOPBACK}:{system_port}/health"},
-            metrics=f"http://{LOOPBACK}:{system_port}/metrics",
+            urls={"health": f"http://{host}:{system_port}/health"},
+            metrics=f"http://{host}:{system_port}/metrics",
         )
 
     def _frontend(self, component: Component, index: int, _served: str | None) -> ProcessPlan:
-        host = str(component.params.get("http-host") or LOOPBACK)
-        wanted = component.params.get("http-port")
-        port = self._ports.take(int(wanted), "Frontend.http-port", host) if wanted else self._ports.free()
-        params = {"router-mode": "round-robin", **component.params, "http-host": host, "http-port": port}
-        base = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
+        bind = str(component.params.get("http-host") or self._site.bind)
+        port = self._port(component, "http-port", index, HTTP_PORT, bind)
+        host = self._site.host(self._name(Kind.FRONTEND, index)) if bind == "0.0.0.0" else bind
+        params = {"router-mode": "round-robin", **component.params, "http-host": bind, "http-port": port}
+        base = f"http://{host}:{port}"
         return self._process(
             component,
             index,
@@ -422,8 +383,8 @@ class _Planner:
         return ProcessPlan(
             name=self._name(kind, index),
             kind=kind,
-            argv=(sys.executable, "-m", module, *flags, *service.args),
-            env={**self._env, **(env or {}), **own},
+            argv=(self._site.python, "-m", module, *flags, *service.args),
+            env={**self._env, **self._request_plane(kind, index), **(env or {}), **own},
             restart=service.restart,
             start_timeout_s=service.start_timeout_s or START_TIMEOUT_S[kind],
             health_url=urls.get("health"),
@@ -440,25 +401,27 @@ class _Planner:
         if cpus := resources.get("cpu"):
             env["OMP_NUM_THREADS"] = str(cpus)
         if each := resources.get("gpu"):
-            wanted, found = each * self._graph.count(component.kind), count_gpus()
-            if wanted > found:
-                raise ConfigError(
-                    f"{self._graph.source}: {component.kind.value} asks for {wanted} GPUs "
-                    f"({each} for each process), this machine has {found}; lower workers or resources.gpu"
-                )
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index * each + i) for i in range(each))
+            env["CUDA_VISIBLE_DEVICES"] = self._site.devices(
+                f"{self._graph.source}: {component.kind.value}",
+                each,
+                index,
+                self._graph.count(component.kind),
+            )
         return env
 
-    def _port(self, component: Component, key: str, index: int) -> int:
-        """The port given for the first process plus ``index``, or a free one."""
-        given = component.params.get(key)
-        if not given:
-            return self._ports.free()
+    def _request_plane(self, kind: Kind, index: int) -> dict[str, str]:
+        """Where a process that serves Dynamo requests is reached by the others."""
+        return (
+            {"DYN_TCP_RPC_HOST": self._site.host(self._name(kind, index))} if kind is not Kind.GUARD else {}
+        )
+
+    def _port(self, component: Component, key: str, index: int, usual: int, host: str | None = None) -> int:
+        given = component.params.get(key) or 0
         if isinstance(given, bool) or not isinstance(given, int):
             raise ConfigError(
                 f"{self._graph.source}: {component.kind.value}.{key} is {given!r}; expected a port"
             )
-        return self._ports.take(given + index, f"{component.kind.value}.{key}")
+        return self._site.port(usual, given, index, f"{component.kind.value}.{key}", host)
 
     def _name(self, kind: Kind, index: int) -> str:
         stem = {Kind.GUARD: "guard", Kind.WORKER: "worker"}.get(kind, kind.value.lower())
@@ -467,7 +430,7 @@ class _Planner:
         etcd = self._graph.get(Kind.ETCD)
         if kind is Kind.GUARD and (etcd is None or etcd.params.get("address")):
             # Names of guards are unique in a namespace, and an etcd of somebody else may know other hosts.
-            return f"{self._paths.run_id}-{stem}-{index}"
+            return f"{self._site.run_id}-{stem}-{index}"
         return f"{stem}-{index}"
 
 

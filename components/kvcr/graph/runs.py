@@ -17,8 +17,8 @@ from typing import Any
 
 from kvcr.errors import ConfigError
 from kvcr.graph.models import cache_dir
-from kvcr.graph.plan import SHM, RunPaths
 from kvcr.graph.processes import kill_gently, processes_with_env, start_time
+from kvcr.graph.site import SHM, RunPaths
 
 STATE_FILE = "graph.json"
 RUN_DIR_VARIABLE = "KVCR_RUN_DIR"
