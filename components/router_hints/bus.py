@@ -12,6 +12,8 @@ import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvcr.dynamo.nats_options import nats_options
+
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = 1.0
@@ -79,7 +81,7 @@ class Bus:
         while True:
             try:
                 client = await nats.connect(
-                    self._url,
+                    **{**nats_options(), "servers": self._url.split(",")},
                     name=self._name,
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,

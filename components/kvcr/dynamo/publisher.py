@@ -6,21 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 import nats
 from nats.aio.client import Client
 
+from kvcr.dynamo.nats_options import nats_options
 from kvcr.errors import ProtocolError
 from kvcr.metrics import Counter
 from kvcr.protocol.events import Heartbeat, Inventory, event, inventory_subject
 
 log = logging.getLogger(__name__)
 
-DEFAULT_SERVER = "nats://127.0.0.1:4222"
 MAX_WAITING = 1024
 """Batches kept while the loop is busy; then the oldest are dropped."""
 RECONNECT_WAIT_S = 0.5
@@ -157,19 +154,3 @@ class Publisher:
         if trouble != self._reported:
             self._reported = trouble
             log.warning("%s; batches are dropped until it is back", trouble)
-
-
-def nats_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Server and credentials from the variables that Dynamo's own runtime reads."""
-    options: dict[str, Any] = {
-        "servers": (environment.get("NATS_SERVER") or DEFAULT_SERVER).split(","),
-    }
-    for variable, option in (
-        ("NATS_AUTH_TOKEN", "token"),
-        ("NATS_AUTH_USERNAME", "user"),
-        ("NATS_AUTH_PASSWORD", "password"),
-        ("NATS_AUTH_CREDENTIALS_FILE", "user_credentials"),
-    ):
-        if environment.get(variable):
-            options[option] = environment[variable]
-    return options
