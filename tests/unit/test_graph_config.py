@@ -48,6 +48,10 @@ def flag(process: ProcessPlan, name: str) -> str:
     return process.argv[process.argv.index(name) + 1]
 
 
+def flags(process: ProcessPlan) -> set[str]:
+    return {word for word in process.argv if word.startswith("--")}
+
+
 def refused(document: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         parse_graph(document, name="test", source="test.yaml")
@@ -253,6 +257,29 @@ def test_the_connector_can_be_switched_off(ports: PortBook, model: Path, tmp_pat
     worker = {"model": str(model), "kv-transfer-config": False}
     plan = plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": worker}, ports, tmp_path)
     assert "--kv-transfer-config" not in named(plan, "worker-0").argv
+
+
+def test_kvcr_off_leaves_out_guards_and_connector_and_changes_nothing_else(
+    ports: PortBook, tmp_path: Path
+) -> None:
+    on, off = (
+        make_plan(
+            load_graph(AGG, [("kvcr", switch)])[0], LocalSite(RunPaths("t", tmp_path / "run"), ports), {}
+        )
+        for switch in ("on", "off")
+    )
+    assert {process.name for process in on.processes} - {process.name for process in off.processes} == {
+        "guard-0",
+        "guard-1",
+    }
+    assert "--kv-transfer-config" not in named(off, "worker-0").argv
+    assert named(off, "worker-0").control is None
+    for name in ("router", "worker-0"):
+        assert flags(named(on, name)) - {"--kv-transfer-config"} == flags(named(off, name))
+
+
+def test_kvcr_is_on_or_off() -> None:
+    assert "kvcr is 'sometimes'; expected on or off" in refused({"kvcr": "sometimes", "Etcd": {}})
 
 
 def test_a_list_in_env_gives_each_process_its_own(ports: PortBook, model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvcr.errors import ConfigError, KvcrError
 
-_OVERRIDE = re.compile(r"--(?P<name>[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"--(?P<name>kvcr|[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -84,7 +84,7 @@ def _parse(
 
 
 def _split_overrides(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Take ``--Component.key=value`` and ``--Component.key value`` out of the command line.
+    """Take ``--Component.key=value``, ``--Component.key value`` and ``--kvcr=off`` out of the command line.
 
     Before argparse sees them: a value with blanks would look like a positional argument to it.
     """

@@ -26,6 +26,8 @@ Value = Any
 SERVICE_ARGS = "ServiceArgs"
 COMMON = "Common"
 COMMON_CONFIGS = "common-configs"
+SWITCH = "kvcr"
+"""``kvcr: off`` at the top of a graph: the same deployment without guards and connector."""
 
 
 class Kind(enum.StrEnum):
@@ -155,7 +157,7 @@ def count_gpus() -> int:
 
 def parse_graph(document: Mapping[str, Value], *, name: str, source: str) -> Graph:
     """Check a graph that is already in memory. Raises ConfigError, naming key, place and nearest name."""
-    known = [kind.value for kind in Kind] + [COMMON]
+    known = [kind.value for kind in Kind] + [COMMON, SWITCH]
     for key in document:
         if key not in known:
             raise ConfigError(f"{source}: unknown component {key!r}{_nearest(key, known)}; known: {known}")
@@ -174,7 +176,7 @@ def parse_graph(document: Mapping[str, Value], *, name: str, source: str) -> Gra
         )
     graph = Graph(name, source, components)
     _check_counts(graph)
-    return graph
+    return graph if _switched_on(document, source) else _without_kvcr(graph)
 
 
 def known_flags(table: str) -> frozenset[str]:
@@ -202,6 +204,25 @@ def render_flags(params: Mapping[str, Value], table: str) -> list[str]:
         else:
             rendered += [flag, str(value)]
     return rendered
+
+
+def _switched_on(document: Mapping[str, Value], source: str) -> bool:
+    # YAML reads a bare `off` as false, and `on` as true.
+    wanted = document.get(SWITCH, True)
+    if not isinstance(wanted, bool):
+        raise ConfigError(f"{source}: {SWITCH} is {wanted!r}; expected on or off")
+    return wanted
+
+
+def _without_kvcr(graph: Graph) -> Graph:
+    """The same graph as a baseline: no guards, no KV connector, everything else as it is."""
+    components = dict(graph.components)
+    components.pop(Kind.GUARD, None)
+    worker = components.get(Kind.WORKER)
+    if worker is not None:
+        params = {**worker.params, "kv-transfer-config": False}
+        components[Kind.WORKER] = replace(worker, params=params)
+    return replace(graph, components=components)
 
 
 def _component(
@@ -340,7 +361,7 @@ def _override(document: dict[str, Value], dotted: str, text: str) -> None:
     import yaml
 
     *parents, last = dotted.split(".")
-    if not parents:
+    if not parents and last != SWITCH:
         raise ConfigError(f"--{dotted}: expected Component.key, e.g. Frontend.http-port=8000")
     place = document
     for part in parents:
