@@ -33,6 +33,7 @@ bench: setup
 
 docs: setup
 	@.venv/bin/python scripts/gen_config_docs.py
+	@.venv/bin/python scripts/gen_signal_schema.py
 	@.venv/bin/python scripts/check_links.py
 
 clean:
