@@ -7,7 +7,8 @@ setup(
     ext_modules=[
         Extension(
             "kvcr._native",
-            sources=["components/kvcr/_native.c"],
+            sources=["components/kvcr/_native.c", "components/kvcr/_xxh3.c"],
+            depends=["components/kvcr/_xxh3.h"],
             extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
             # Without a compiler the install goes on, and kvcr.pool.native uses numpy (x86-64 only).
             optional=True,

@@ -9,6 +9,8 @@
 // The index is a table of buckets of 8 u64 entries, tag << 32 | slot + 1, zero when empty; a key lives in
 // one of two buckets. kvcr/pool/fallback.py is the same in numpy; both run the same tests.
 //
+// Blocks are copied and hashed here too, in one pass and with the GIL released (_xxh3.c).
+//
 // All arguments are C-contiguous buffers; lengths are checked here, so that a wrong call raises
 // ValueError and never touches memory it was not given.
 
@@ -16,6 +18,8 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "_xxh3.h"
 
 #define KEY_BYTES 16
 #define BUCKET_ENTRIES 8
@@ -397,7 +401,124 @@ done:
     return result;
 }
 
+// ------------------------------------------------------------------------------------- bulk of bytes
+
+// A 2-D array of bytes and some of its rows, of which the first `width` bytes count.
+typedef struct {
+    uint8_t *start;
+    Py_ssize_t stride;
+    const int32_t *rows;
+} row_set;
+
+static int take_rows(row_set *set, const Py_buffer *array, const Py_buffer *rows, Py_ssize_t width, const char *name)
+{
+    if (array->ndim != 2) {
+        PyErr_Format(PyExc_ValueError, "%s has %d dimensions, expected 2", name, array->ndim);
+        return -1;
+    }
+    set->start = array->buf;
+    set->stride = array->shape[1] * array->itemsize;
+    set->rows = rows->buf;
+    if (width < XXH3_SHORTEST || width > set->stride) {
+        PyErr_Format(PyExc_ValueError, "width %zd is outside of %d..%zd, the bytes of a row of %s", width,
+                     XXH3_SHORTEST, set->stride, name);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < rows->len / 4; i++) {
+        if (set->rows[i] < 0 || set->rows[i] >= array->shape[0]) {
+            PyErr_Format(PyExc_IndexError, "row %d is outside of the %zd rows of %s", (int)set->rows[i],
+                         array->shape[0], name);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+// The buffers, and behind them the bytes of a row that count and the widest vectors to use.
+static int take_bulk(PyObject *const *args, Py_ssize_t nargs, const argument *wanted, Py_ssize_t count,
+                     Py_buffer *views, Py_ssize_t *width, long *widest)
+{
+    if (nargs != count + 2) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", count + 2, nargs);
+        return -1;
+    }
+    args += count;
+    *width = PyLong_AsSsize_t(args[0]);
+    if (*width == -1 && PyErr_Occurred())
+        return -1;
+    *widest = PyLong_AsLong(args[1]);
+    if (*widest == -1 && PyErr_Occurred())
+        return -1;
+    return take_buffers(args - count, count, wanted, count, views);
+}
+
+PyDoc_STRVAR(hash_rows_doc,
+"hash_rows(array: u8[m, stride], rows: i32[n], out: u64[n], width: int, widest: int) -> None\n\n"
+"xxh3-64 of the first width bytes (241 or more) of each row, with vectors of up to widest bits. Releases\n"
+"the GIL. A row outside of array raises IndexError.");
+
+static PyObject *native_hash_rows(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"array", 1, 0}, {"rows", 4, 0}, {"out", 8, 1}};
+    Py_buffer v[3];
+    PyObject *result = NULL;
+    Py_ssize_t width = 0;
+    long widest = 0;
+    if (take_bulk(args, nargs, wanted, 3, v, &width, &widest) < 0)
+        return NULL;
+    Py_ssize_t n = v[1].len / 4;
+    uint64_t *out = v[2].buf;
+    row_set from;
+    if (same_count(v[2].len / 8, n, "out") < 0 || take_rows(&from, &v[0], &v[1], width, "array") < 0)
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < n; i++)
+        out[i] = kvcr_xxh3(NULL, from.start + from.rows[i] * from.stride, (size_t)width, (int)widest);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 3);
+    return result;
+}
+
+PyDoc_STRVAR(copy_rows_doc,
+"copy_rows(source: u8[m, stride], source_rows: i32[n], target: u8[k, stride], target_rows: i32[n],\n"
+"          out: u64[n], width: int, widest: int) -> None\n\n"
+"Copy the first width bytes (241 or more) of rows to rows, and give the xxh3-64 of what was written, even\n"
+"if the source changes meanwhile. Releases the GIL. A row outside of its array raises IndexError before\n"
+"anything is written.");
+
+static PyObject *native_copy_rows(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {
+        {"source", 1, 0}, {"source_rows", 4, 0}, {"target", 1, 1}, {"target_rows", 4, 0}, {"out", 8, 1}};
+    Py_buffer v[5];
+    PyObject *result = NULL;
+    Py_ssize_t width = 0;
+    long widest = 0;
+    if (take_bulk(args, nargs, wanted, 5, v, &width, &widest) < 0)
+        return NULL;
+    Py_ssize_t n = v[1].len / 4;
+    uint64_t *out = v[4].buf;
+    row_set from, to;
+    if (same_count(v[3].len / 4, n, "target_rows") < 0 || same_count(v[4].len / 8, n, "out") < 0
+        || take_rows(&from, &v[0], &v[1], width, "source") < 0
+        || take_rows(&to, &v[2], &v[3], width, "target") < 0)
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < n; i++)
+        out[i] = kvcr_xxh3(to.start + to.rows[i] * to.stride, from.start + from.rows[i] * from.stride,
+                           (size_t)width, (int)widest);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 5);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"hash_rows", (PyCFunction)(void (*)(void))native_hash_rows, METH_FASTCALL, hash_rows_doc},
+    {"copy_rows", (PyCFunction)(void (*)(void))native_copy_rows, METH_FASTCALL, copy_rows_doc},
     {"load_words", (PyCFunction)(void (*)(void))native_load_words, METH_FASTCALL, load_words_doc},
     {"store_words", (PyCFunction)(void (*)(void))native_store_words, METH_FASTCALL, store_words_doc},
     {"lookup", (PyCFunction)(void (*)(void))native_lookup, METH_FASTCALL, lookup_doc},
@@ -410,7 +531,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     "kvcr._native",
-    "Ordered access to the pool's control words and its index. Used through kvcr.pool.native only.",
+    "Ordered access to the pool's control words and index, and copies that hash. Used through kvcr.pool only.",
     -1,
     methods,
     NULL,

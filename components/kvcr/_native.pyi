@@ -33,3 +33,19 @@ def insert(
 def remove(
     buckets: npt.NDArray[np.uint64], keys: bytes | npt.NDArray[np.uint64], slots: npt.NDArray[np.int32]
 ) -> int: ...
+def hash_rows(
+    array: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int32],
+    out: npt.NDArray[np.uint64],
+    width: int,
+    widest: int,
+) -> None: ...
+def copy_rows(
+    source: npt.NDArray[np.uint8],
+    source_rows: npt.NDArray[np.int32],
+    target: npt.NDArray[np.uint8],
+    target_rows: npt.NDArray[np.int32],
+    out: npt.NDArray[np.uint64],
+    width: int,
+    widest: int,
+) -> None: ...

@@ -12,7 +12,7 @@ from kvcr.pool.pool import Pool
 from kvcr.pool.reader import Hits, PoolReader
 from kvcr.pool.record import Changes, CommitResult, Granted, Record, SnapshotPage
 from kvcr.pool.recovery import Recovery
-from kvcr.pool.region import DataRegion, RegionInfo, checksum_parts
+from kvcr.pool.region import DataRegion, RegionInfo, checksum_parts, copy_parts
 from kvcr.pool.state import COOLING_S, SlotState, pack_control, unpack_control
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "WriterLock",
     "boot_id",
     "checksum_parts",
+    "copy_parts",
     "engine_is_dead",
     "is_dead",
     "pack_control",

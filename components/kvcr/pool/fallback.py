@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
 from kvcr.keys import KEY_BYTES
-from kvcr.pool.state import GENERATION_MASK, I32, STATE_SHIFT, U64, Mask, SlotState
+from kvcr.pool.state import GENERATION_MASK, I32, STATE_SHIFT, U8, U64, Mask, SlotState
 
 BUCKET_ENTRIES = 8
 _READY = np.uint64(SlotState.READY)
@@ -122,3 +123,25 @@ def remove(buckets: U64, keys: bytes | U64, slots: I32) -> int:
         cleared[which] = True
         removed += int(which.size)
     return removed
+
+
+def hash_rows(array: U8, rows: I32, out: U64, width: int, widest: int) -> None:
+    _check_rows(array, rows)
+    for index, row in enumerate(rows.tolist()):
+        out[index] = xxhash.xxh3_64_intdigest(array[row, :width].data)
+
+
+def copy_rows(
+    source: U8, source_rows: I32, target: U8, target_rows: I32, out: U64, width: int, widest: int
+) -> None:
+    _check_rows(source, source_rows)
+    _check_rows(target, target_rows)
+    # Row by row: a fancy-indexed copy would go through a temporary, and this one is hashed in the cache.
+    for index, (row, into) in enumerate(zip(source_rows.tolist(), target_rows.tolist(), strict=True)):
+        target[into, :width] = source[row, :width]
+        out[index] = xxhash.xxh3_64_intdigest(target[into, :width].data)
+
+
+def _check_rows(array: U8, rows: I32) -> None:
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(array)):
+        raise IndexError(f"a row is outside of the {len(array)} of an array")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses who touches control words and index: the C extension, or numpy where that is safe.
+"""Chooses who touches control words, index and bulk: the C extension, or numpy where that is safe.
 
 ``KVCR_NO_NATIVE=1`` forces numpy. Without the extension, numpy is used on x86-64 only: there an
 aligned 8-byte load or store of a numpy array is one instruction and the processor keeps loads and
@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from kvcr.errors import ConfigError
 from kvcr.pool import fallback
-from kvcr.pool.state import I32, U64, Mask
+from kvcr.pool.state import I32, U8, U64, Mask
 
 _native: ModuleType | None
 try:
@@ -25,6 +25,12 @@ except ImportError:
     _native = None
 
 NO_NATIVE = "KVCR_NO_NATIVE"
+
+SHORTEST_ROW = 241
+"""Bytes from which on the extension hashes rows: shorter ones follow other rules of XXH3."""
+
+WIDEST = 512
+"""Bits of the widest vectors to hash with; the extension takes what the processor has of them."""
 
 
 class Backend(Protocol):
@@ -56,6 +62,27 @@ class Backend(Protocol):
 
     def remove(self, buckets: U64, keys: bytes | U64, slots: I32) -> int:
         """Clears the entries key -> slot; returns how many there were."""
+
+    def hash_rows(self, array: U8, rows: I32, out: U64, width: int, widest: int) -> None:
+        """xxh3-64 of the first ``width`` bytes of rows of ``array``. Raises IndexError outside of it."""
+
+    def copy_rows(
+        self,
+        source: U8,
+        source_rows: I32,
+        target: U8,
+        target_rows: I32,
+        out: U64,
+        width: int,
+        widest: int,
+    ) -> None:
+        """Copy the first ``width`` bytes of rows to rows; ``out`` is the xxh3-64 of what was written, even
+        if the source changes meanwhile. Raises IndexError, and copies nothing, outside of an array."""
+
+
+def bulk(width: int) -> Backend:
+    """:func:`backend`, for rows of ``width`` bytes."""
+    return backend() if width >= SHORTEST_ROW else cast(Backend, fallback)
 
 
 def backend() -> Backend:

@@ -113,9 +113,8 @@ class LocalRegions:
         )
 
 
-def verified(step: Step, local: LocalRegions, started_s: float, now_s: float) -> StepResult:
-    """Compare what is in the step's local slots with what the source leased."""
-    found = local.checksums(step.local_slots)
+def verified(step: Step, found: npt.NDArray[np.uint64], started_s: float, now_s: float) -> StepResult:
+    """Compare what arrived in the step's local slots, [blocks, ranks], with what the source leased."""
     corrupt = (found != step.checksums).any(axis=1)
     statuses = np.full(len(step), BlockStatus.OK, np.uint8)
     statuses[corrupt] = BlockStatus.FAILED

@@ -340,7 +340,9 @@ class NixlThread:
                 or failed(step, BlockStatus.FAILED, "hashing raised an error", time.monotonic() - started_s)
             )
 
-        self._movers.submit(lambda: verified(step, local, started_s, time.monotonic()), finished)
+        self._movers.submit(
+            lambda: verified(step, local.checksums(step.local_slots), started_s, time.monotonic()), finished
+        )
 
     def _lost(self, flight: _Flight, error: Exception) -> None:
         """The peer went away in mid-read (or NIXL refuses to go on with it)."""
