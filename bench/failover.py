@@ -2,7 +2,10 @@
 """What a death costs: of an engine, for the peers that read its pool; of a guard; and the way back.
 
 Two guards on this host, an engine beside each. One engine is killed while the other pulls from its pool, a
-chain every 10 ms and one right after the kill. All processes are real; the killed ones get SIGKILL.
+chain every 10 ms and one right after the kill. All processes are real; the killed ones get SIGKILL. The same
+is done to NVIDIA's kvcr in the same run (:mod:`bench._peer_failover`).
+
+Figures are medians; ``spread`` has the samples.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import select
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,8 @@ from typing import Any
 import numpy as np
 import zmq
 
-from bench import _common
+from bench import _common, peer_venv
+from demo.metrics import scrape
 from kvcr.api import (
     BlockKey,
     BlockStatus,
@@ -52,6 +57,7 @@ AFTER_KILL_S = 0.5
 CHAINS_PER_KILL = 80
 """No chain is pulled twice, so that each is really copied."""
 START_S = 60.0
+PEER_S = 300.0
 
 RESTART_BLOCKS = 100_000
 BIG_PART_BYTES = 94 * 2 * 4 * 128 * 2 * 16
@@ -79,20 +85,76 @@ def chain(number: int) -> list[BlockKey]:
 def measure(quick: bool) -> dict[str, Any]:
     """The figures of this benchmark; times are of this machine under its load."""
     directory = Path(tempfile.mkdtemp(prefix="kvcr-bench-", dir="/dev/shm"))
+    rounds, idle_s = (3, 5.0) if quick else (10, 20.0)
     try:
-        return {
-            "goals": {
-                "failed_pulls": 0,
-                "first_good_pull_ms": 50,
-                "active_ms": 100,
-                "guard_restart_100k_s": 1.0,
-                "idle_cpu_percent": 1.0,
-            },
-            **measure_engine_death(directory, rounds=3 if quick else 10, idle_s=5.0 if quick else 20.0),
-            **measure_guard_restart(directory, rounds=3 if quick else 5),
-        }
+        samples = measure_engine_death(directory, rounds, idle_s)
+        samples |= measure_guard_restart(directory, rounds=3 if quick else 5)
+        samples["idle_cpu_percent"] |= measure_idle_without_engine(directory, idle_s)
     finally:
         shutil.rmtree(directory)
+    return {
+        "goals": {
+            "failed_pulls": 0,
+            "first_good_pull_ms": 50,
+            "active_ms": 100,
+            "guard_restart_100k_s": 1.0,
+            "idle_cpu_percent": 1.0,
+        },
+        **figures(samples),
+        "guard_restart_blocks": RESTART_BLOCKS,
+        "kvcr": measure_peer(rounds, idle_s),
+    }
+
+
+def figures(samples: dict[str, Any]) -> dict[str, Any]:
+    """Medians of what has several samples, and those samples; everything else as it is."""
+    lists = {key: value for key, value in samples.items() if isinstance(value, list)}
+    return {
+        **samples,
+        **{key: round(statistics.median(values), 6) for key, values in lists.items()},
+        "spread": {key: _common.summary(values) for key, values in lists.items()},
+    }
+
+
+# --- the same to NVIDIA's kvcr ---------------------------------------------------------------------
+
+KEYS = (
+    "failed_pulls",
+    "first_good_pull_ms",
+    "active_ms",
+    "guard_restart_100k_s",
+    "engine_restart_restored_s",
+    "idle_cpu_percent",
+)
+
+
+def measure_peer(rounds: int, idle_s: float) -> dict[str, Any]:
+    """The same keys for kvcr 0.1.1. What it cannot do is None, with ``<key>_reason`` beside it."""
+    try:
+        command = [str(peer_venv.interpreter()), "-m", "bench._peer_failover", str(rounds), str(idle_s)]
+        _common.say(f"NVIDIA kvcr {peer_venv.VERSION}: the same deaths")
+        done = subprocess.run(
+            command, cwd=ROOT, env=peer_venv.environment(), stdout=subprocess.PIPE, timeout=PEER_S, check=True
+        )
+        seen = json.loads(done.stdout.splitlines()[-1])
+    except (peer_venv.PeerUnavailable, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return {"version": peer_venv.VERSION, **dict.fromkeys(KEYS), "reason": f"not measured: {error}"}
+    good_ms = [kill["first_ms"] for kill in seen["kills"] if kill["first_ms"] is not None]
+    samples = {
+        "failed_pulls": sum(kill["failed"] for kill in seen["kills"]),
+        "first_good_pull_ms": good_ms or None,
+        "active_ms": [kill["active_ms"] for kill in seen["kills"]],
+        "guard_restart_100k_s": None,
+        "engine_restart_restored_s": seen["restored_s"],
+        "idle_cpu_percent": {**seen["idle_cpu_percent"], "checking": None},
+    }
+    reasons = {
+        "guard_restart_100k_s_reason": "a restarted service makes a new pool: of a pool with "
+        f"{seen['blocks_deposited']} blocks, {seen['blocks_after_guard_restart']} were found after it",
+        "idle_cpu_percent_checking_reason": "it has no such state: the end of the pidfd is its proof",
+        "failed_pulls_note": "independent pulls every 10 ms from the kill on, until 0.5 s after it at least",
+    }
+    return {"version": peer_venv.VERSION, **figures(samples), **reasons}
 
 
 # --- the engine dies, and comes back ---------------------------------------------------------------
@@ -120,7 +182,7 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
         answer(first)
         source = Source(a.ready["control"], 0, CHAIN_BLOCKS)
         victim = first
-        idle = {"standby": idle_cpu_percent([a, b], idle_s)}
+        idle = {"standby": max(idle_cpu_percent([a, b], idle_s))}
         for number in range(rounds):
             result = kill_under_load(victim, a.directory, lambda: pull(source))
             failed.append(result["failed"])
@@ -129,7 +191,7 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
             exit_ms.append(result["exit_ms"])
             active_ms.append(result["active_ms"])
             if not number:
-                idle["active"] = idle_cpu_percent([a, b], idle_s)
+                idle["active"] = idle_cpu_percent([a], idle_s)[0]
             started_s = time.monotonic()
             victim = start_engine(a)
             assert answer(victim) == {"restored": CHAIN_BLOCKS}
@@ -139,11 +201,11 @@ def measure_engine_death(directory: Path, rounds: int, idle_s: float) -> dict[st
         victim.wait()
     return {
         "failed_pulls": sum(failed),
-        "first_good_pull_ms": _common.summary(first_ms),
-        "longest_pull_after_kill_ms": _common.summary(longest_ms),
-        "engine_exit_ms": _common.summary(exit_ms),
-        "active_ms": _common.summary(active_ms),
-        "engine_restart_restored_s": _common.summary(restored_s),
+        "first_good_pull_ms": first_ms,
+        "longest_pull_after_kill_ms": longest_ms,
+        "engine_exit_ms": exit_ms,
+        "active_ms": active_ms,
+        "engine_restart_restored_s": restored_s,
         "idle_cpu_percent": idle,
     }
 
@@ -264,9 +326,8 @@ def measure_guard_restart(directory: Path, rounds: int) -> dict[str, Any]:
         empty.append(restart(directory, "empty", keys))
         _common.say(f"guard start {number + 1}/{rounds}: {full[-1]:.2f} s, without a pool {empty[-1]:.2f} s")
     return {
-        "guard_restart_100k_s": _common.summary(full),
-        "guard_start_empty_s": _common.summary(empty),
-        "guard_restart_blocks": RESTART_BLOCKS,
+        "guard_restart_100k_s": full,
+        "guard_start_empty_s": empty,
     }
 
 
@@ -335,13 +396,28 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def idle_cpu_percent(guards: list[Guard], period_s: float) -> float:
-    """Of one core, the busier of the guards, over a period in which nobody asks anything of them."""
+def measure_idle_without_engine(directory: Path, period_s: float) -> dict[str, float]:
+    """A guard that never had an engine, and one that cannot tell whether its engine is dead: it is stopped,
+    and the guard before was killed."""
+    with guard(directory, "c", 512) as first, engine(first) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        first.process.kill()
+        first.process.wait()
+        with guard(directory, "c", 512) as second, guard(directory, "d", 512) as never:
+            for one, state in ((second, "checking"), (never, "empty")):
+                page = scrape(one.ready["metrics"])
+                assert page.total("kvcr_guard_state", state=state) == 1, f"not {state}"
+            checking, empty = idle_cpu_percent([second, never], period_s)
+    return {"empty": empty, "checking": checking}
+
+
+def idle_cpu_percent(guards: list[Guard], period_s: float) -> list[float]:
+    """Of one core, each of the guards, over a period in which nobody asks anything of them."""
     time.sleep(1.0)
     before = [cpu_ns(one.process.pid) for one in guards]
     time.sleep(period_s)
     after = [cpu_ns(one.process.pid) for one in guards]
-    return round(100 * max(b - a for a, b in zip(before, after, strict=True)) / (period_s * 1e9), 3)
+    return [round(100 * (b - a) / (period_s * 1e9), 3) for a, b in zip(before, after, strict=True)]
 
 
 def cpu_ns(pid: int) -> int:
