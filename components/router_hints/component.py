@@ -14,12 +14,14 @@ from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import Client, DistributedRuntime
 
 from kvcr.errors import ProtocolError
+from kvcr.protocol.events import state_subject
 from router_hints.bus import Bus
 from router_hints.costs import CostModel
 from router_hints.discovery import Discovery
 from router_hints.dispatch import Books, Context, Dispatcher
 from router_hints.explain import PlanLog
-from router_hints.guards import GuardDirectory
+from router_hints.failover import Failovers
+from router_hints.guards import Guard, GuardDirectory
 from router_hints.index import LocationIndex
 from router_hints.inventory import InventoryClient
 from router_hints.ledger import Ledger
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _WAIT_S = 0.2
+_GUARD_STATES = ("EMPTY", "STANDBY", "CHECKING", "ACTIVE")
 
 
 class RouterComponent:
@@ -73,11 +76,13 @@ class RouterComponent:
             on_batch=self._locations.inventory,
             on_snapshot=self._locations.snapshot,
         )
+        self._failovers = Failovers(settings.namespace, self._workers, self._guards, self._metrics)
+        self._bus.on_connect(self._failovers.catch_up)
         self._discovery = Discovery(
             settings,
             self._workers,
             self._guards,
-            on_guard=self._inventory.admit,
+            on_guard=self._guard_seen,
             on_guard_gone=self._forget_guard,
         )
 
@@ -152,6 +157,7 @@ class RouterComponent:
     def _subscribe(self) -> None:
         place = (self._settings.namespace, self._settings.worker_component, self._settings.worker_endpoint)
         self._bus.subscribe(f"kvcr.v1.{self._settings.namespace}.inventory.>", self._inventory.received)
+        self._bus.subscribe(state_subject(self._settings.namespace, ">"), self._failovers.received)
         self._bus.subscribe(kv_metrics_subject(*place), self._load_reports)
         self._bus.subscribe(kv_events_subject(*place), self._kv_events)
 
@@ -209,6 +215,7 @@ class RouterComponent:
         while True:
             now_s = time.monotonic()
             self._costs.relax(now_s - last_s)
+            self._workers.expire(now_s)
             last_s = now_s
             alive = set(client.instance_ids())
             for worker_id in self._alive - alive:
@@ -225,8 +232,13 @@ class RouterComponent:
         self._ledger.forget_worker(worker_id)
         self._workers.forget(worker_id)
 
+    def _guard_seen(self, guard: Guard) -> None:
+        self._inventory.admit(guard)
+        self._failovers.recorded(guard)
+
     def _forget_guard(self, name: str) -> None:
         self._inventory.retire(name)
+        self._failovers.gone(name)
         self._costs.forget_guard(name)
         self._locations.gone(name)
         with contextlib.suppress(KeyError):
@@ -265,12 +277,16 @@ class RouterComponent:
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
         metrics.index_dropped.set(self._index.dropped_blocks)
+        for state in _GUARD_STATES:
+            metrics.guards.labels(state.lower()).set(self._failovers.counts()[state])
         alive = set(self._alive)
         routable = {card.worker_id for card in self._workers.ready(alive, float("inf"))}
         down = {worker_id for worker_id in routable if self._workers.is_down(worker_id, now)}
         metrics.workers.labels("ready").set(len(routable - down))
         metrics.workers.labels("down").set(len(down))
-        metrics.workers.labels("refused").set(len(alive - routable))
+        dead = {worker_id for worker_id in alive if self._workers.is_dead(worker_id)}
+        metrics.workers.labels("dead").set(len(dead))
+        metrics.workers.labels("refused").set(len(alive - routable - dead))
         metrics.unguarded_ranks.set(
             sum(
                 self._guards.beside(card, rank) is None

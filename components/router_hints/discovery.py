@@ -137,4 +137,6 @@ def _guard(record: InstanceRecord) -> Guard:
         curve_key=record.curve_key,
         boot_id=record.boot_id,
         rdma_domain=record.topology_domains.get(RDMA_DOMAIN, ""),
+        state=record.state,
+        epoch=record.epoch,
     )

@@ -33,6 +33,9 @@ class Guard(msgspec.Struct, frozen=True):
     """CURVE public key, hex; empty without a secret."""
     boot_id: str = ""
     rdma_domain: str = ""
+    state: str = ""
+    """Of its engine, see :class:`kvcr.guard.view.GuardState`."""
+    epoch: int = 0
 
     def key_space(self, salt: str) -> KeySpace | None:
         """The space its blocks are named in, for one tenant; None while there is no layout."""

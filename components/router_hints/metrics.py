@@ -89,11 +89,23 @@ class Metrics:
             registry=registry,
         )
         self.workers = Gauge(
-            "kvcr_router_workers", "Workers by state: ready, down, refused", ["state"], registry=registry
+            "kvcr_router_workers",
+            "Workers: ready, down, dead, refused",
+            ["state"],
+            registry=registry,
         )
         self.unguarded_ranks = Gauge(
             "kvcr_router_ranks_without_guard",
             "Ranks whose card names a guard that is not registered",
+            registry=registry,
+        )
+        self.guards = Gauge(
+            "kvcr_router_guards", "Guards by the state of their engine", ["state"], registry=registry
+        )
+        self.state_changes = Counter(
+            "kvcr_router_state_changes_total",
+            "Changes of state heard from guards, by the new state; ignored: of a guard without a record",
+            ["state"],
             registry=registry,
         )
         self.locations = Counter(

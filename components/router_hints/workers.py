@@ -14,6 +14,8 @@ from router_hints.cards import WorkerCard
 
 FIRST_DOWN_S = 1.0
 LONGEST_DOWN_S = 30.0
+DEAD_S = 120.0
+"""A worker that is proven dead is not tried at all. By then its lease is gone, and its id with it."""
 """A worker that cannot be reached is tried again after 1, 2, 4 ... 30 s; a restarted one has a new id
 and does not wait."""
 
@@ -31,6 +33,7 @@ class WorkerTable:
     block_size: int
     _cards: dict[int, WorkerCard] = field(default_factory=dict)
     _down: dict[int, _Down] = field(default_factory=dict)
+    _dead_until_s: dict[int, float] = field(default_factory=dict)
 
     def put_card(self, card: WorkerCard) -> str:
         """Take a new or changed card. Returns why the worker is refused, or the empty string."""
@@ -52,6 +55,17 @@ class WorkerTable:
         step_s = FIRST_DOWN_S if known is None else min(LONGEST_DOWN_S, known.step_s * 2)
         self._down[worker_id] = _Down(now_s + step_s, step_s)
 
+    def mark_dead(self, worker_id: int, now_s: float) -> None:
+        """Its engine is proven dead: no request, not even when nobody else is left."""
+        self._dead_until_s[worker_id] = now_s + DEAD_S
+
+    def expire(self, now_s: float) -> None:
+        """Drop marks of death that are over. Call it every few seconds."""
+        self._dead_until_s = {w: until_s for w, until_s in self._dead_until_s.items() if until_s > now_s}
+
+    def is_dead(self, worker_id: int) -> bool:
+        return worker_id in self._dead_until_s
+
     def mark_up(self, worker_id: int) -> None:
         """It gave an output."""
         self._down.pop(worker_id, None)
@@ -62,12 +76,13 @@ class WorkerTable:
         self._down.pop(worker_id, None)
 
     def ready(self, alive: Iterable[int], now_s: float, without: Iterable[int] = ()) -> list[WorkerCard]:
-        """Cards of the workers that may get a request now, in order of their ids."""
+        """Cards of the workers that may get a request at ``now_s``, in order of their ids."""
         excluded = set(without)
         return [
             card
             for card in map(self.card, sorted(alive))
             if card.worker_id not in excluded
+            and card.worker_id not in self._dead_until_s
             and not self._refusal(card)
             and (card.worker_id not in self._down or self._down[card.worker_id].until_s <= now_s)
         ]

@@ -11,6 +11,9 @@ chooses how it is treated with the header ``x-dynamo-meta-behaviour``:
 ``late``   one token, then an exception
 
 With a worker's name behind it (``hang:w1``) it concerns that worker only.
+
+With ``--guard-socket`` it is an engine beside a real guard, too: it loads what its pool has and what its hint
+says, checks the bytes, stores the rest, and says ``served`` with the number of blocks of each.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from dynamo.llm import (
     register_model,
 )
 from dynamo.runtime import Context, DistributedRuntime
+from toy_engine import ToyEngine
 
 
 def say(kind: str, **fields: Any) -> None:
@@ -52,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--taint", action="append", default=[])
     parser.add_argument("--surface", choices=["none", "chat"], default="none")
     parser.add_argument("--request-plane", default="tcp")
+    parser.add_argument("--guard-socket", default="", help="Unix socket of a real guard to be an engine of")
     return parser.parse_args()
 
 
@@ -84,6 +89,8 @@ async def main(options: argparse.Namespace) -> None:
     size = options.block_size
     events = KvEventPublisher(endpoint=endpoint, kv_block_size=size, dp_rank=0, enable_local_indexer=True)
 
+    engine = await asyncio.to_thread(ToyEngine, options.guard_socket, size) if options.guard_socket else None
+
     def announce(tokens: list[int]) -> None:
         blocks = len(tokens) // size
         hashes = [h - (1 << 64) if h >= 1 << 63 else h for h in compute_block_hash_for_seq(tokens, size)]
@@ -106,6 +113,11 @@ async def main(options: argparse.Namespace) -> None:
             say("cancelled", id=context.id())
             return
         prompt = list(request["token_ids"])
+        if engine is not None:
+            hint = request.get("kv_hint")
+            say(
+                "served", id=context.id(), **await asyncio.to_thread(engine.serve, context.id(), prompt, hint)
+            )
         announce(prompt)
         count = 100 if behaviour == "slow" else 3
         for index in range(count):

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,16 @@ class Part:
                     + self.log.read_text(errors="replace")[-3000:]
                 ) from None
             self.said.append(said)
-            if said["kind"] == kind and all(said.get(key) == value for key, value in fields.items()):
+            if said.get("kind", "ready") == kind and all(
+                said.get(key) == value for key, value in fields.items()
+            ):
                 return said
 
     def silent(self, kind: str) -> bool:
         """Nothing of this kind has arrived and is still unread."""
         while not self._arrived.empty():
             self.said.append(self._arrived.get())
-            if self.said[-1]["kind"] == kind:
+            if self.said[-1].get("kind") == kind:
                 return False
         return True
 
@@ -119,6 +122,25 @@ class Part:
 
 class Worker(Part):
     worker_id: int
+
+
+class RealGuard(Part):
+    control: str
+    socket: str
+    metrics_url: str
+
+    def metrics(self) -> dict[str, float]:
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if line.startswith("kvcr_"))
+        return {name: float(value) for name, _, value in samples}
+
+    @property
+    def state(self) -> str:
+        found = (
+            name for name, value in self.metrics().items() if name.startswith("kvcr_guard_state") and value
+        )
+        return next(found).partition('"')[2].rstrip('"}')
 
 
 class Stack:
@@ -154,6 +176,16 @@ class Stack:
             part.stop()
         self.nats.stop()
         self.etcd.stop()
+
+    def kill_servers(self) -> None:
+        """etcd and NATS end with SIGKILL."""
+        self.etcd.kill()
+        self.nats.kill()
+
+    def restart_servers(self) -> None:
+        """They come back at their ports, with what they had stored."""
+        self.etcd = start_etcd(self.directory / "etcd", self.directory / "etcd.log", port=self.etcd.port)
+        self.nats = start_nats(self.directory / "nats", self.directory / "nats.log", port=self.nats.port)
 
     def start(self, name: str, arguments: list[str], **environment: str) -> Part:
         return self._add(
@@ -200,6 +232,16 @@ class Stack:
         part = self.start(name, [path, "--name", name, "--block-size", str(BLOCK), *arguments])
         control: str = part.expect("up", START_S)["control"]
         return part, control
+
+    def real_guard(self, name: str, pool_dir: Path, *arguments: str, control: str = "") -> RealGuard:
+        """``python -m kvcr.guard`` in the deployment, ready; its pool is in ``pool_dir``."""
+        common = ["-m", "kvcr.guard", "--name", name, "--pool-dir", str(pool_dir), "--pool-bytes", "8MiB"]
+        common += ["--control", control or "tcp://127.0.0.1:0", "--cluster", *arguments]
+        guard = RealGuard(name, common, self.environment, self.directory / f"{name}.log")
+        self._add(guard)
+        ready = guard.expect("ready", START_S)
+        guard.control, guard.socket, guard.metrics_url = ready["control"], ready["socket"], ready["metrics"]
+        return guard
 
     # --- as a client ----------------------------------------------------------------------------------
 

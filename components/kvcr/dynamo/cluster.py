@@ -18,7 +18,9 @@ from typing import Any
 
 import uvloop
 
+from kvcr.dynamo.beside import WorkerBeside
 from kvcr.dynamo.component import KvcrComponent, prepare_environment
+from kvcr.dynamo.epochs import EpochMirror, EpochRecord
 from kvcr.dynamo.etcd import (
     EtcdClient,
     EtcdError,
@@ -27,13 +29,14 @@ from kvcr.dynamo.etcd import (
     endpoints_from_environment,
     tls_from_environment,
 )
-from kvcr.dynamo.leases import revoke_worker
 from kvcr.dynamo.peers import PeerDirectory
 from kvcr.dynamo.publisher import Publisher
 from kvcr.dynamo.records import InstanceRecord, decode, encode, guards_prefix, record_key
+from kvcr.dynamo.states import StatePublisher
 from kvcr.dynamo.topology import read_topology
 from kvcr.errors import ProtocolError
 from kvcr.guard.view import GuardState, GuardView
+from kvcr.protocol.events import StateChange
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,19 @@ class ClusterThread:
             "kvcr_cluster_batches_dropped_total", "Inventory batches dropped while NATS was away."
         )
         self._publisher = Publisher(view.namespace, view.name, self._published, self._dropped)
+        self._states = StatePublisher(
+            view.namespace,
+            view.name,
+            lambda: self._publisher.connection,
+            registry.counter("kvcr_failover_events_published_total", "Changes of state published."),
+            registry.counter(
+                "kvcr_failover_events_dropped_total",
+                "Changes of state dropped, too many while NATS was away.",
+            ),
+        )
+        self._worker = WorkerBeside()
+        self._epochs = EpochMirror(view.namespace, view.name, view.secret, self._raise_epoch)
+        self._mirrored = registry.gauge("kvcr_failover_mirrored_epoch", "Epoch of the pool as etcd has it.")
         self._taken_over = False
         self._stored: bytes | None = None
         self._component: KvcrComponent | None = None
@@ -98,8 +114,9 @@ class ClusterThread:
                 loop.call_soon_threadsafe(requested.set)
         self._thread.join(STOP_S)
 
-    def _state_changed(self, state: GuardState, epoch: int) -> None:
+    def _state_changed(self, change: StateChange) -> None:
         """On the guard's authority thread."""
+        self._states.offer(self._worker.changed(change))
         loop, news = self._loop, self._state_is_new
         if loop is not None and news is not None:
             with contextlib.suppress(RuntimeError):
@@ -129,7 +146,13 @@ class ClusterThread:
         async with etcd:
             tasks = [
                 asyncio.create_task(work)
-                for work in (self._publisher.run(), self._beat(), self._watch(etcd), self._register(etcd))
+                for work in (
+                    self._publisher.run(),
+                    self._states.run(),
+                    self._beat(),
+                    self._watch(etcd),
+                    self._register(etcd),
+                )
             ]
             stop = asyncio.create_task(self._stop_requested.wait())
             try:
@@ -183,6 +206,13 @@ class ClusterThread:
                 )
                 return False
             await etcd.revoke(found.lease)
+        if not self._taken_over:
+            remembered = await self._epochs.remembered(etcd)
+            if remembered is not None and remembered.pool == self._view.pool_id:
+                active = self._view.state is GuardState.ACTIVE
+                self._worker.inherit(
+                    remembered.worker_id, dead=active and remembered.epoch < self._view.epoch
+                )
         self._taken_over = True
         return True
 
@@ -195,15 +225,22 @@ class ClusterThread:
             log.warning("Dynamo runtime cannot be made, trying again: %s", error, exc_info=True)
             return
         self._component, self._stored = component, None
+        self._epochs.forget()
         self._runtimes.inc()
         self._reported = ""
         ended = asyncio.create_task(component.ended())
-        served_dead = False
         try:
             while not ended.done():
                 try:
+                    # First of all: the deployment must not send requests to a dead worker.
+                    await self._worker.revoke_dead(
+                        etcd,
+                        self._view.namespace,
+                        self._view.control_endpoint,
+                        lambda: self._view.state is GuardState.ACTIVE,
+                    )
                     await self._store(etcd, component)
-                    served_dead = await self._revoke_dead_worker(etcd, served_dead)
+                    await self._mirror_epoch(etcd)
                 except EtcdUnavailable as error:
                     self._report(str(error))
                 await self._until_new_state(ended)
@@ -232,18 +269,25 @@ class ClusterThread:
             self._registered.set(1)
             log.info("guard %s is registered under lease %x", self._view.name, component.lease_id)
 
-    async def _revoke_dead_worker(self, etcd: EtcdClient, done: bool) -> bool:
-        """While the engine is proven dead, once: the deployment must not send requests to its worker."""
-        if self._view.state is not GuardState.ACTIVE:
-            return False
-        if not done:
-            await revoke_worker(
-                etcd,
-                self._view.namespace,
-                self._view.control_endpoint,
-                still_dead=lambda: self._view.state is GuardState.ACTIVE,
-            )
-        return True
+    async def _mirror_epoch(self, etcd: EtcdClient) -> None:
+        """Learn which worker is beside us, and keep epoch and worker where a successor finds them."""
+        view = self._view
+        if view.state is GuardState.STANDBY:
+            await self._worker.find(etcd, view.namespace, view.control_endpoint)
+        # Together with the pool they are of: read before, and checked after.
+        pool = view.pool_id
+        ours = EpochRecord(view.epoch if pool else 0, pool, self._worker.worker_id)
+        if pool != view.pool_id:
+            return
+        # The authority thread is busy: the next tick will do.
+        with contextlib.suppress(TimeoutError):
+            stored = await self._epochs.store(etcd, ours)
+            if stored.pool:
+                self._mirrored.set(stored.epoch)
+
+    async def _raise_epoch(self, above: int) -> int:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: self._view.raise_epoch(above))
 
     async def _deregister(self, etcd: EtcdClient) -> None:
         component, self._component = self._component, None
@@ -302,6 +346,7 @@ class ClusterThread:
                     async for changes in stream:
                         if self._key in changes.deletes:
                             self._stored = None
+                            self._epochs.forget()
                         if self._peers.apply(changes):
                             self._view.set_peers(self._peers.peers())
             except EtcdError as error:
@@ -327,7 +372,9 @@ class ClusterThread:
             if self._peers is None
             else {endpoint: peer.name for endpoint, peer in self._peers.peers().items()},
             "runtimes": int(self._runtimes.value()),
+            "worker_id": self._worker.worker_id,
             "nats_connected": self._publisher.connected,
+            "state_changes_waiting": self._states.waiting,
             "batches_published": int(self._published.value()),
             "batches_dropped": int(self._dropped.value()),
             "records_ignored": {

@@ -62,11 +62,25 @@ async def revoke_worker(
     after it has attached to the guard, so that no lease of a successor is among those revoked. Returns the
     ids of the leases revoked. Raises EtcdError.
     """
-    listing = await etcd.get_prefix(f"{CARDS_PREFIX}{namespace}/")
-    leases = [entry.lease for entry in listing.values if control_endpoint in _control_endpoints(entry.value)]
+    leases = await workers_beside(etcd, namespace, control_endpoint)
     if not leases or not still_dead():
         return []
     return await _revoke(etcd, leases, f"worker beside {control_endpoint}")
+
+
+async def workers_beside(etcd: EtcdClient, namespace: str, control_endpoint: str) -> list[int]:
+    """Ids (of lease and instance) of the workers whose cards name this guard, the newest last.
+
+    Raises EtcdError.
+    """
+    listing = await etcd.get_prefix(f"{CARDS_PREFIX}{namespace}/")
+    found = [entry for entry in listing.values if control_endpoint in _control_endpoints(entry.value)]
+    return [entry.lease for entry in sorted(found, key=lambda entry: entry.revision)]
+
+
+async def revoke_lease(etcd: EtcdClient, lease: int, whose: str) -> bool:
+    """End one lease. False when it was gone already. Raises EtcdError."""
+    return bool(await _revoke(etcd, [lease], whose))
 
 
 async def _revoke(etcd: EtcdClient, leases: Iterable[int], whose: str) -> list[int]:

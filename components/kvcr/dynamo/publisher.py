@@ -46,6 +46,11 @@ class Publisher:
     def connected(self) -> bool:
         return self._connection is not None and self._connection.is_connected
 
+    @property
+    def connection(self) -> Client | None:
+        """The connection while it is up, for what else a guard says on NATS."""
+        return self._connection if self.connected else None
+
     def offer(self, batch: Inventory) -> None:
         """Take a batch without waiting, and without ever raising: the authority thread calls this."""
         self._waiting.append(batch)

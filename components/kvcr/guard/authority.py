@@ -39,7 +39,7 @@ from kvcr.policy import DefaultPolicy, Policy, load_policy
 from kvcr.pool import META, FileLock, Pool, boot_id
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
-from kvcr.protocol.events import Heartbeat, Inventory
+from kvcr.protocol.events import Heartbeat, Inventory, StateChange
 from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
@@ -88,7 +88,20 @@ class Guard:
         self.meters = Meters()
         self.peers = Peers(config.peers)
         self.inventory = InventoryLog(self.name, self.incarnation)
-        self._state_subscribers: list[Callable[[GuardState, int], None]] = []
+        self._state_subscribers: list[Callable[[StateChange], None]] = []
+        self._last_change = StateChange(
+            self.name,
+            self.incarnation,
+            epoch=0,
+            previous=GuardState.EMPTY,
+            state=GuardState.EMPTY,
+            worker_id=0,
+            unix_s=time.time(),
+            seconds=0.0,
+        )
+        self._changed_s = time.monotonic()
+        self._past_epoch = 0
+        """A new pool starts above this: that of a pool that was here, or that is remembered elsewhere."""
         self._last_tick_s = 0.0
         self._busy_s = time.monotonic()
         self._self_checked = False
@@ -258,6 +271,7 @@ class Guard:
                     self.config.pool_bytes,
                     guard_incarnation=self.incarnation,
                     policy=self._policy,
+                    epoch=self._past_epoch + 1,
                 )
             )
             log.info("made a pool of %d slots in %s", self._pool.slots, self.pool_dir)
@@ -338,6 +352,7 @@ class Guard:
             self._nixl.close(CLOSE_S)
             self._nixl = None
         self.inventory.all_removed(self._pool)
+        self._past_epoch = max(self._past_epoch, self._pool.epoch)
         self._pool.close(unlink=True)
         self.pool = self.local = self.peer_context = None
 
@@ -438,6 +453,10 @@ class Guard:
         return self.pool.epoch if self.pool is not None else 0
 
     @property
+    def pool_id(self) -> str:
+        return self.pool.pool_id if self.pool is not None else ""
+
+    @property
     def layout(self) -> Layout | None:
         return self.pool.layout if self.pool is not None else None
 
@@ -460,9 +479,21 @@ class Guard:
     def subscribe(self, callback: Callable[[Inventory], None]) -> None:
         self.inventory.subscribe(callback)
 
-    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None:
+    def subscribe_state(self, callback: Callable[[StateChange], None]) -> None:
         self._state_subscribers.append(callback)
-        callback(self.seat.state, self.epoch)
+        callback(self._last_change)
+
+    def raise_epoch(self, above: int) -> int:
+        """See :meth:`kvcr.guard.view.GuardView.raise_epoch`."""
+        self._past_epoch = max(self._past_epoch, above)
+        if self.pool is None:
+            return 0
+        if self.pool.epoch <= above:
+            log.warning("epoch %d of the pool raised above %d, which it once had", self.pool.epoch, above)
+            self.pool.raise_epoch(above)
+            # Whoever is attached speaks of an epoch that is over: it comes back and is told the new one.
+            self.seat.dismiss()
+        return self.pool.epoch
 
     def set_peers(self, peers: dict[str, PeerRecord]) -> None:
         self.peers.set_found(peers)
@@ -534,13 +565,25 @@ class Guard:
             blocks.append(block)
         return {"guard": self.name, "epoch": self.epoch, "blocks": blocks}
 
-    def _state_changed(self, state: GuardState) -> None:
+    def _state_changed(self, previous: GuardState, state: GuardState) -> None:
+        now_s = time.monotonic()
+        self._last_change = StateChange(
+            self.name,
+            self.incarnation,
+            epoch=self.epoch,
+            previous=previous,
+            state=state,
+            worker_id=0,
+            unix_s=time.time(),
+            seconds=now_s - self._changed_s,
+        )
+        self._changed_s = now_s
         if state is GuardState.CHECKING:
             for delay_s in DEATH_CHECKS_S:
                 self.loop.later(delay_s, lambda: self.seat.check(self.pool))
         for callback in list(self._state_subscribers):
             try:
-                callback(state, self.epoch)
+                callback(self._last_change)
             except Exception:
                 log.exception("a subscriber to the state failed and is dropped")
                 self._state_subscribers.remove(callback)

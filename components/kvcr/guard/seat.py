@@ -59,9 +59,10 @@ class Seat:
         loop: Loop,
         meters: Meters,
         current: Callable[[], Pool | None],
-        on_state: Callable[[GuardState], None],
+        on_state: Callable[[GuardState, GuardState], None],
     ) -> None:
-        """``current`` gives the guard's pool; ``on_state`` hears of every new state, once it is in effect."""
+        """``current`` gives the guard's pool; ``on_state(previous, state)`` hears of every new state that is
+        in effect."""
         self.state = GuardState.EMPTY
         self.engine_id = ""
         self.namespace = ""
@@ -184,6 +185,11 @@ class Seat:
         for member in self.members:
             member.heard_s = now_s
 
+    def dismiss(self) -> None:
+        """Close every connection: the engine's processes attach again, by themselves and at once."""
+        for member in list(self.members):
+            member.connection.close()
+
     def broadcast(self, message: ToEngine) -> None:
         """Send to every process of the engine."""
         raw = to_engine.encode(message)
@@ -250,8 +256,8 @@ class Seat:
     def _enter(self, state: GuardState) -> None:
         if state is not self.state:
             log.info("state %s -> %s", self.state, state)
-            self.state = state
+            previous, self.state = self.state, state
             self._fenced = self._killed = False
             if state is GuardState.CHECKING:
                 self._suspected_s = time.monotonic()
-            self._on_state(state)
+            self._on_state(previous, state)

@@ -15,7 +15,7 @@ from kvcr.config import PeerRecord
 from kvcr.guard.meters import Meters
 from kvcr.layout import Layout
 from kvcr.metrics import Registry
-from kvcr.protocol.events import Heartbeat, Inventory
+from kvcr.protocol.events import Heartbeat, Inventory, StateChange
 
 ANSWER_TIMEOUT_S = 2.0
 
@@ -70,7 +70,10 @@ class Backing(Protocol):
     def inspect(self, keys: bytes) -> dict[str, Any]: ...
     def set_peers(self, peers: dict[str, PeerRecord]) -> None: ...
     def subscribe(self, callback: Callable[[Inventory], None]) -> None: ...
-    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None: ...
+    def subscribe_state(self, callback: Callable[[StateChange], None]) -> None: ...
+    def raise_epoch(self, above: int) -> int: ...
+    @property
+    def pool_id(self) -> str: ...
 
 
 class GuardView:
@@ -98,6 +101,11 @@ class GuardView:
     def epoch(self) -> int:
         """Epoch of the pool, 0 while there is none."""
         return self._backing.epoch
+
+    @property
+    def pool_id(self) -> str:
+        """Differs for every pool ever made; empty while there is none."""
+        return self._backing.pool_id
 
     @property
     def control_endpoint(self) -> str:
@@ -168,13 +176,21 @@ class GuardView:
         """
         self._backing.post(lambda: self._backing.subscribe(callback))
 
-    def subscribe_state(self, callback: Callable[[GuardState, int], None]) -> None:
-        """Call back with the present state and epoch, and then with every new one after it took effect.
+    def subscribe_state(self, callback: Callable[[StateChange], None]) -> None:
+        """Call back with the last change of state, and then with every new one after it took effect.
 
         On the authority thread, under the same rules as :meth:`subscribe`. On ACTIVE the epoch is raised
-        and the grants of the dead engine are reclaimed already.
+        and the grants of the dead engine are reclaimed already. ``worker_id`` is 0: a guard knows no Dynamo.
         """
         self._backing.post(lambda: self._backing.subscribe_state(callback))
+
+    def raise_epoch(self, above: int) -> int:
+        """Make the epoch higher than ``above``, of which somebody remembers that it was ours. Returns it.
+
+        Without a pool, the next one starts above it; 0 is returned. A live engine has to attach again, which
+        it does by itself. Raises TimeoutError.
+        """
+        return self._backing.call(lambda: self._backing.raise_epoch(above), ANSWER_TIMEOUT_S)
 
     def heartbeat(self) -> Heartbeat:
         """Sequence, count and digest of the inventory, consistent with each other."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import uuid
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,6 +87,8 @@ class SuperblockBody(msgspec.Struct, frozen=True):
     key_version: int
     boot_id: str
     time_namespace: int
+    pool_id: str = ""
+    """Random, so that a pool made in place of a lost one is told from it."""
 
 
 class Geometry:
@@ -124,7 +127,11 @@ class Geometry:
         while buckets * BUCKET_ENTRIES < 2 * slots:
             buckets *= 2
         region = -(-slots * layout.slot_part_bytes // REGION_ALIGN) * REGION_ALIGN
-        return cls(SuperblockBody(layout, slots, buckets, region, KEY_VERSION, boot_id(), time_namespace()))
+        return cls(
+            SuperblockBody(
+                layout, slots, buckets, region, KEY_VERSION, boot_id(), time_namespace(), uuid.uuid4().hex
+            )
+        )
 
 
 class Meta:

@@ -110,8 +110,9 @@ class Pool:
         guard_incarnation: int,
         policy: Policy | None = None,
         preallocate: bool = True,
+        epoch: int = 1,
     ) -> Pool:
-        """A new, empty pool in ``dir``, in epoch 1, replacing an older one there.
+        """A new, empty pool in ``dir``, in ``epoch``, replacing an older one there.
 
         It has as many slots as fit ``pool_bytes``; the directory comes on top. ``preallocate`` reserves
         the memory now, so that no write can fail later. Raises PoolTooSmall, PoolBusy, OSError.
@@ -122,7 +123,7 @@ class Pool:
         lock = FileLock(dir / GUARD_LOCK)
         lock.acquire()
         try:
-            create_files(dir, geometry, epoch=1, incarnation=guard_incarnation, preallocate=preallocate)
+            create_files(dir, geometry, epoch=epoch, incarnation=guard_incarnation, preallocate=preallocate)
             make_dir(dir / WRITERS)
             meta = Meta.open(dir / META, writable=True)
             return cls(dir, meta, lock, policy or DefaultPolicy(), Recovery(0, 0, 0, 0, 0, 0, 0))
@@ -172,6 +173,11 @@ class Pool:
     def epoch(self) -> int:
         """The pool's epoch. Messages of an earlier one are refused by the guard."""
         return int(self._meta.header[EPOCH_INDEX[0]])
+
+    @property
+    def pool_id(self) -> str:
+        """Differs for every pool ever made."""
+        return self._meta.geometry.body.pool_id
 
     @property
     def incarnation(self) -> int:

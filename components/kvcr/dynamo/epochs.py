@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirror of a pool's epoch in etcd, under ``kvcr/v1/{namespace}/epochs/{guard}``.
+
+The epoch's home is the superblock. The mirror outlives the pool: a guard whose pool was lost finds in it the
+highest epoch there ever was, and goes on above it, so that nothing of before is taken for new. It is bound to
+no lease. While etcd is away nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from kvcr.dynamo.etcd import EtcdClient
+
+log = logging.getLogger(__name__)
+
+MAX_EPOCH = 1 << 53
+"""What JSON readers tell apart. Nobody gets there by dying."""
+ATTEMPTS = 8
+_DOMAIN = b"kvcr epoch record v1\n"
+
+
+class EpochRecord(msgspec.Struct, frozen=True):
+    """What is remembered of one guard's pool."""
+
+    epoch: int
+    pool: str
+    """``pool_id`` of the pool that had it"""
+    worker_id: int = 0
+    """Dynamo instance of the engine of that epoch, for the guard's successor; 0 when it is not known"""
+
+
+class _Signed(msgspec.Struct, frozen=True):
+    record: msgspec.Raw
+    signature: str = ""
+
+
+_signed_decoder = msgspec.json.Decoder(_Signed)
+_record_decoder = msgspec.json.Decoder(EpochRecord)
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def epoch_key(namespace: str, guard: str) -> str:
+    """etcd key of one guard's epoch."""
+    return f"kvcr/v1/{namespace}/epochs/{guard}"
+
+
+def encode(key: str, record: EpochRecord, secret: bytes | None) -> bytes:
+    """The value to store under ``key``."""
+    raw = _encoder.encode(record)
+    return _encoder.encode(_Signed(msgspec.Raw(raw), _sign(key, raw, secret) if secret else ""))
+
+
+def decode(key: str, value: bytes, secret: bytes | None) -> EpochRecord | None:
+    """The record stored under ``key``; None for what is none, or not signed with the deployment's secret."""
+    try:
+        signed = _signed_decoder.decode(value)
+        raw = bytes(signed.record)
+        if secret and not hmac.compare_digest(signed.signature.encode(), _sign(key, raw, secret).encode()):
+            return None
+        record = _record_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if 0 <= record.epoch < MAX_EPOCH else None
+
+
+def _is_past(there: EpochRecord, ours: EpochRecord) -> bool:
+    """Whether what etcd remembers is of another pool, or of a later time, that ours has not gone beyond."""
+    return there.epoch > ours.epoch or (there.pool != ours.pool and there.epoch == ours.epoch)
+
+
+def _sign(key: str, raw: bytes, secret: bytes) -> str:
+    return hmac.new(secret, _DOMAIN + key.encode() + b"\n" + raw, hashlib.sha256).hexdigest()
+
+
+class EpochMirror:
+    """One guard's mirror. One event loop."""
+
+    def __init__(
+        self,
+        namespace: str,
+        guard: str,
+        secret: bytes | None,
+        raise_above: Callable[[int], Awaitable[int]],
+    ) -> None:
+        """``raise_above(epoch)`` has the guard go above ``epoch`` and gives the new one, 0 without a pool."""
+        self.key = epoch_key(namespace, guard)
+        self._secret = secret
+        self._raise_above = raise_above
+        self._stored: EpochRecord | None = None
+
+    async def remembered(self, etcd: EtcdClient) -> EpochRecord | None:
+        """What etcd has. Raises EtcdError."""
+        found = await etcd.get(self.key)
+        return None if found is None else decode(self.key, found.value, self._secret)
+
+    async def store(self, etcd: EtcdClient, ours: EpochRecord) -> EpochRecord:
+        """Make etcd say ``ours``, by compare-and-swap; returns what it says then.
+
+        When etcd remembers this epoch, or a later one, of another pool, ours is raised to one more first:
+        ``max(local, etcd) + 1``. ``ours.pool`` may be empty: there is no pool yet, and the next one is made
+        above what is remembered. Raises EtcdError; what was swapped is then asked for again next time.
+        """
+        if ours == self._stored:
+            return ours
+        for _ in range(ATTEMPTS):
+            found = await etcd.get(self.key)
+            there = None if found is None else decode(self.key, found.value, self._secret)
+            if there is not None and _is_past(there, ours):
+                ours = msgspec.structs.replace(ours, epoch=await self._raise_above(there.epoch))
+            if not ours.pool or not ours.epoch:
+                break
+            expected = None if found is None else found.value
+            if there == ours or await etcd.compare_and_swap(
+                self.key, expected, encode(self.key, ours, self._secret)
+            ):
+                self._stored = ours
+                return ours
+        else:
+            log.warning("epoch %d is not mirrored: %s changes all the time", ours.epoch, self.key)
+            return ours
+        # Without a pool there is nothing to mirror; one that comes has another id, and so asks again.
+        self._stored = msgspec.structs.replace(ours, epoch=0)
+        return ours
+
+    def forget(self) -> None:
+        """etcd may have lost the key: look again."""
+        self._stored = None
