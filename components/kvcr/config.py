@@ -15,12 +15,12 @@ import msgspec
 
 from kvcr.errors import ConfigError
 
-TransportChoice = Literal["auto", "shm", "nixl"]
 OnMismatch = Literal["cold", "discard", "fail"]
 
 GUARD_ENV_PREFIX = "KVCR_GUARD_"
 """Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
 
+DEFAULT_CONTROL = "tcp://127.0.0.1:0"
 MIN_SECRET_BYTES = 16
 MIN_FENCE_S = 2.0
 
@@ -52,6 +52,8 @@ class PeerRecord(msgspec.Struct, frozen=True):
     unix_socket: str = ""
     """Used instead of ``endpoint`` when ``boot_id`` is ours and somebody answers there."""
     boot_id: str = ""
+    net_namespace: int = 0
+    """With ``boot_id`` it says whose loopback interface an ``endpoint`` on 127.0.0.1 is."""
     curve_key: str = ""
     """CURVE public key of its control socket, 64 hex digits. Needed when the deployment has a secret."""
     layout_digest: str = ""
@@ -68,10 +70,12 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Size of a new pool, all ranks together. An existing pool keeps its size."""
     socket: str = ""
     """Unix socket for engines and peers; empty: ``<pool_dir>/guard.sock``."""
-    control: str = "tcp://127.0.0.1:0"
+    control: str = DEFAULT_CONTROL
     """ZMQ bind for peers and routers; port 0 picks a free one."""
     advertise: str = ""
     """Host (or host:port) that peers should connect to, when it differs from ``control``."""
+    interface: str = ""
+    """Network interface, by name or address, for control and KV bytes; empty: the one ``control`` binds."""
     metrics_host: str = "127.0.0.1"
     """Address the metrics are served on."""
     metrics_port: int = 0
@@ -80,8 +84,12 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Dynamo namespace it registers in."""
     peers: list[PeerRecord] = []
     """Guards known without discovery: endpoints separated by commas, or a JSON file of peer records."""
-    transport: TransportChoice = "auto"
-    """How it reads from peers; auto: shared memory where their files are reachable, NIXL elsewhere."""
+    transport: str = "auto"
+    """How it reads from peers: auto (the first way that works), shm, nixl, or an installed plugin's name."""
+    nixl_backend: str = "UCX"
+    """NIXL back-end for transfers between hosts."""
+    nixl_params: dict[str, str] = {}
+    """Parameters of that back-end, as ``name=value`` separated by commas."""
     linger_s: float = 0.0
     """Leave, removing the files, after this long without an engine. 0: stay."""
     secret_file: str = ""
@@ -164,7 +172,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Part of every block key: engines of two namespaces share nothing."""
     peers: list[str] = []
     """Control endpoints asked when a request carries no hint."""
-    transport: TransportChoice = "auto"
+    transport: str = "auto"
     """For a guard of our own: how it reads from peers."""
     verify_loads: bool = True
     """Check every block's checksum before it enters engine memory."""
@@ -217,6 +225,8 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
     for size in ("pool_bytes", "scrub_bytes_per_s"):
         if size in values:
             values[size] = parse_size(values[size], f"{source}: {size}")
+    if isinstance(values.get("nixl_params"), str):
+        values["nixl_params"] = _pairs(values["nixl_params"], f"{source}: nixl_params")
     if "peers" in values:
         values["peers"] = _peers(cls, values["peers"], source)
     try:
@@ -256,6 +266,14 @@ def read_peers(path: str | Path) -> list[PeerRecord]:
         raise ConfigError(f"peers file {str(path)!r} cannot be read: {error.strerror}") from error
     except (msgspec.MsgspecError, json.JSONDecodeError) as error:
         raise ConfigError(f"peers file {str(path)!r} is not a JSON list of peer records: {error}") from error
+
+
+def _pairs(text: str, what: str) -> dict[str, str]:
+    pairs = [part.strip() for part in text.split(",") if part.strip()]
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"{what}: {pair!r} is not name=value")
+    return {name.strip(): value.strip() for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _peers(cls: type[GuardConfig] | type[EngineConfig], value: Any, source: str) -> Any:

@@ -103,6 +103,11 @@ class Gauge(Metric):
         with self._lock:
             self._values[key] = value
 
+    def clear(self) -> None:
+        """Forget all values: before setting those of things that come and go."""
+        with self._lock:
+            self._values.clear()
+
     def value(self, **labels: str) -> float:
         """The value last set; 0 for labels never set."""
         with self._lock:

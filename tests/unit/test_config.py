@@ -62,7 +62,6 @@ def test_environment_twins() -> None:
         ("lease_ms", 1),
         ("fence_after_s", 0.5),
         ("scrub_bytes_per_s", -1),
-        ("transport", "carrier pigeon"),
         ("on_mismatch", "explode"),
     ],
 )

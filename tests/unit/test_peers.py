@@ -12,13 +12,29 @@ from kvcr.dynamo.etcd.base import changes_of, prefix_end
 from kvcr.dynamo.peers import PeerDirectory
 from kvcr.dynamo.records import InstanceRecord, encode, record_key
 from kvcr.dynamo.topology import read_topology
+from kvcr.guard.addresses import Place
 
 SECRET = b"0123456789abcdef"
 
 
-def entry(name: str, secret: bytes | None = SECRET, port: int = 1, revision: int = 1) -> KeyValue:
+def entry(
+    name: str,
+    secret: bytes | None = SECRET,
+    port: int = 1,
+    revision: int = 1,
+    host: str = "127.0.0.1",
+    boot_id: str = "boot",
+    net_namespace: int = 7,
+) -> KeyValue:
     record = InstanceRecord(
-        name=name, namespace="ns", incarnation=1, pid=1, host="h", control_endpoint=f"tcp://127.0.0.1:{port}"
+        name=name,
+        namespace="ns",
+        incarnation=1,
+        pid=1,
+        host="h",
+        control_endpoint=f"tcp://{host}:{port}",
+        boot_id=boot_id,
+        net_namespace=net_namespace,
     )
     return KeyValue(record_key("ns", name), encode(record, secret), 0, revision)
 
@@ -30,7 +46,7 @@ def ignored() -> list[str]:
 
 @pytest.fixture
 def directory(ignored: list[str]) -> PeerDirectory:
-    return PeerDirectory("ns", "me", SECRET, ignored.append)
+    return PeerDirectory("ns", "me", SECRET, ignored.append, Place("boot", 7, 8))
 
 
 def test_peers_come_and_go_and_oneself_is_none(directory: PeerDirectory) -> None:
@@ -46,6 +62,21 @@ def test_what_is_not_believed_is_counted_by_reason(directory: PeerDirectory, ign
     assert not directory.apply(Changes([entry("a", None), entry("b", b"another secret!!"), junk], []))
     assert ignored == ["signature", "signature", "format"]
     assert directory.peers() == {}
+
+
+def test_loopback_of_another_host_or_container_is_nobodys_address(
+    directory: PeerDirectory, ignored: list[str]
+) -> None:
+    abroad = [
+        entry("a", boot_id="other"),
+        entry("b", net_namespace=9),
+        entry("c", host="[::1]", boot_id="other"),
+        entry("d", host="localhost", boot_id="other"),
+    ]
+    assert not directory.apply(Changes(abroad, []))
+    assert ignored == ["loopback"] * 4
+    assert directory.apply(Changes([entry("e", host="[fd00::2]", boot_id="other"), entry("f", port=9)], []))
+    assert set(directory.peers()) == {"tcp://[fd00::2]:1", "tcp://127.0.0.1:9"}
 
 
 def test_a_record_overwritten_by_a_forgery_is_believed_no_more(

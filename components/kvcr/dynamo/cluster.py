@@ -317,6 +317,7 @@ class ClusterThread:
             pid=view.pid,
             host=self._host,
             boot_id=view.boot_id,
+            net_namespace=view.place.net_namespace,
             control_endpoint=view.control_endpoint,
             unix_socket=view.unix_socket,
             metrics_endpoint=view.metrics_endpoint,
@@ -338,6 +339,7 @@ class ClusterThread:
             self._view.name,
             self._view.secret,
             lambda why: self._ignored.inc(reason=why),
+            self._view.place,
         )
         while True:
             try:
@@ -378,7 +380,8 @@ class ClusterThread:
             "batches_published": int(self._published.value()),
             "batches_dropped": int(self._dropped.value()),
             "records_ignored": {
-                reason: int(self._ignored.value(reason=reason)) for reason in ("signature", "format")
+                reason: int(self._ignored.value(reason=reason))
+                for reason in ("signature", "format", "loopback")
             },
         }
 

@@ -53,6 +53,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     topology_domains: dict[str, str] = {}
     """Domain to value, e.g. ``rdma_domain`` to ``rackA``."""
+    net_namespace: int = 0
+    """With ``boot_id`` it says whose loopback interface a ``control_endpoint`` on 127.0.0.1 is."""
     lease_id: int = 0
     """etcd lease of the record and of the Dynamo instances; equals their instance id."""
     version: int = VERSION
@@ -70,6 +72,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
             incarnation=self.incarnation,
             unix_socket=self.unix_socket,
             boot_id=self.boot_id,
+            net_namespace=self.net_namespace,
             curve_key=self.curve_key,
             layout_digest=self.layout_digest,
         )

@@ -19,6 +19,9 @@ import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
 from kvcr.errors import LayoutMismatch, PoolCorrupt, ProtocolError
+from kvcr.guard import addresses
+from kvcr.guard.canary import Canary
+from kvcr.guard.choosing import PeerContext
 from kvcr.guard.connection import Connection, listen_unix
 from kvcr.guard.control import ControlServer
 from kvcr.guard.deposits import Deposits
@@ -27,7 +30,7 @@ from kvcr.guard.fetches import Fetches
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import PeerContext, Peers
+from kvcr.guard.peers import Peers
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.serving import Caller, PeerServer
@@ -41,6 +44,7 @@ from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Heartbeat, Inventory, StateChange
 from kvcr.protocol.peer import ToClient, to_client, to_server
+from kvcr.transfer import plugins
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
 from kvcr.transfer.nixl import NixlThread
@@ -77,7 +81,13 @@ class Guard:
         self.pool_dir = str(Path(config.pool_dir).absolute())
         self.unix_socket = str(Path(config.socket_path).absolute())
         self.secret = config.secret()
-        self.boot_id = boot_id()
+        self.place = addresses.here(boot_id())
+        self.addresses = addresses.plan(config)
+        addresses.set_ucx_devices(self.addresses.interface, os.environ)
+        self._plugin_entries = plugins.find()
+        plugins.require_known(config.transport, self._plugin_entries)
+        self.plugins: dict[str, plugins.Plugin] = {}
+        self.canary: Canary | None = None
         self.incarnation = time.time_ns() // 1000
         self.pool: Pool | None = None
         self.local: LocalRegions | None = None
@@ -139,7 +149,13 @@ class Guard:
         self._attach()
         self._listener = listen_unix(self.unix_socket)
         self._control = ControlServer(
-            self.loop, self._zmq, config.control, config.advertise, self.secret, self._control_request
+            self.loop,
+            self._zmq,
+            self.addresses.bind,
+            self.addresses.advertise,
+            self.secret,
+            self._control_request,
+            self.meters,
         )
         self.control_endpoint = self._control.endpoint
         self.public_key = self._control.public_key
@@ -196,6 +212,7 @@ class Guard:
         self._movers.close(CLOSE_S)
         if self._nixl is not None:
             self._nixl.close(CLOSE_S)
+        self._close_plugins()
         self._zmq.destroy(linger=0)
         remove = self.lingered or self.config.remove_pool_on_exit
         if self.pool is not None:
@@ -305,22 +322,28 @@ class Guard:
         self.pool = pool
         self.local = LocalRegions(
             pool.layout,
-            [pool.data(rank).array for rank in ranks],
+            [pool.data(rank).rows for rank in ranks],
             [pool.region(rank).address for rank in ranks],
         )
+        self.canary = Canary(self.local, pool.slots, self.incarnation)
+        self.plugins = plugins.load(self._plugin_entries, self.local, self._movers, self.loop.post)
         self._evicted = {}
         self.peer_context = PeerContext(
             loop=self.loop,
             zmq=self._zmq,
             name=self.name,
             incarnation=self.incarnation,
-            boot_id=self.boot_id,
+            place=self.place,
             secret=self.secret,
             choice=self.config.transport,
             local=self.local,
+            canary=self.canary,
             layout_digest=pool.layout.digest(),
             movers=self._movers,
+            meters=self.meters,
+            nixl_backend=self.config.nixl_backend,
             nixl=self.nixl,
+            plugins=self.plugins,
         )
         self._warm_up()
         self._open_links()
@@ -334,7 +357,7 @@ class Guard:
     def _warm_up(self) -> None:
         """Make NIXL agents ahead when it is sure that they will be needed."""
         records = self.peers.records().values()
-        remote = any(record.boot_id not in ("", self.boot_id) for record in records)
+        remote = any(record.boot_id not in ("", self.place.boot_id) for record in records)
         if (
             self.pool is not None
             and self.config.transport != "shm"
@@ -354,14 +377,28 @@ class Guard:
         self.inventory.all_removed(self._pool)
         self._past_epoch = max(self._past_epoch, self._pool.epoch)
         self._pool.close(unlink=True)
-        self.pool = self.local = self.peer_context = None
+        self._close_plugins()
+        self.pool = self.local = self.peer_context = self.canary = None
+
+    def _close_plugins(self) -> None:
+        for plugin in self.plugins.values():
+            try:
+                plugin.close()
+            except Exception:
+                log.exception("closing a transport plugin failed")
+        self.plugins = {}
 
     def nixl(self) -> NixlThread:
         """The NIXL thread, started at the first call. There must be a pool."""
         if self._nixl is None:
             assert self.local is not None
             self._nixl = NixlThread(
-                f"{self.name}-{self.incarnation:x}", self.local, self._movers, self.loop.post
+                f"{self.name}-{self.incarnation:x}",
+                self.local,
+                self._movers,
+                self.loop.post,
+                self.config.nixl_backend,
+                self.config.nixl_params,
             )
         return self._nixl
 
@@ -513,6 +550,8 @@ class Guard:
             "pid": os.getpid(),
             "state": str(self.seat.state),
             "control": self.control_endpoint,
+            "bound": self._control.bound,
+            "interface": self.addresses.interface,
             "socket": self.unix_socket,
             "metrics": self.metrics_endpoint,
             "engine": {
@@ -593,6 +632,19 @@ class Guard:
         pool = self.pool
         for state in GuardState:
             self.meters.state.set(float(state is self.seat.state), state=state.value.lower())
+        self.meters.peer_ready.clear()
+        self.meters.peer_way.clear()
+        for peer in self.peers.status():
+            label = peer["name"] or peer["endpoint"]
+            self.meters.peer_ready.set(float(peer["ready"]), peer=label)
+            if peer["ready"]:
+                self.meters.peer_way.set(
+                    peer["canary_bytes_per_s"],
+                    peer=label,
+                    transport=peer["transport"],
+                    via=peer["via"],
+                    why=peer["why"],
+                )
         if pool is not None:
             self.meters.epoch.set(pool.epoch)
             for slot_state, count in pool.counts().items():

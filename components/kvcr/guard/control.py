@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import select
-import socket as socket_module
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvcr.errors import ConfigError
+from kvcr.guard.addresses import is_loopback, split_host
 from kvcr.guard.loop import Loop
+from kvcr.guard.meters import Meters
 from kvcr.protocol.curve import KeyPair, client_pair, new_pair, secure_client, secure_server
 from kvcr.protocol.peer import MAX_CONTROL_BYTES
 
@@ -83,8 +82,10 @@ class ControlServer:
         advertise: str,
         secret: bytes | None,
         on_request: Callable[[bytes, Callable[[bytes], None]], None],
+        meters: Meters,
     ) -> None:
         """``on_request(raw, reply)``; ``reply`` may be called once, later, or never. Raises ConfigError."""
+        self._meters = meters
         self.public_key = b""
         self._on_request = on_request
         self._zap: Port | None = None
@@ -108,8 +109,10 @@ class ControlServer:
             raise ConfigError(
                 f"control endpoint {bind!r} cannot be bound: {error.strerror}; choose another"
             ) from error
-        bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.endpoint = _advertised(bound, advertise)
+        self.bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        """What is listened on."""
+        self.endpoint = _advertised(self.bound, advertise)
+        """What peers are told."""
         self._port = Port(loop, sock, self._received)
 
     def close(self) -> None:
@@ -210,12 +213,7 @@ class ControlClient:
 
 
 def _require_loopback(bind: str) -> None:
-    host = urlsplit(bind).hostname or ""
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not bind.startswith("tcp://") or not loopback:
+    if not is_loopback(split_host(bind)[0]):
         raise ConfigError(
             f"control endpoint {bind!r} is reachable from other hosts, and there is no secret; "
             "set --secret-file, or bind to tcp://127.0.0.1:0"
@@ -223,10 +221,9 @@ def _require_loopback(bind: str) -> None:
 
 
 def _advertised(bound: str, advertise: str) -> str:
-    parts = urlsplit(bound)
-    port = parts.port
-    if advertise:
-        return f"tcp://{advertise}" if ":" in advertise.rpartition("]")[2] else f"tcp://{advertise}:{port}"
-    if parts.hostname in ("0.0.0.0", "::"):
-        return f"tcp://{socket_module.gethostbyname(socket_module.gethostname())}:{port}"
-    return bound
+    """``advertise`` is a host or host:port, IPv6 addresses in brackets; empty: what was bound."""
+    if not advertise:
+        return bound
+    if ":" in advertise.rpartition("]")[2]:
+        return f"tcp://{advertise}"
+    return f"tcp://{advertise}:{split_host(bound)[1]}"

@@ -13,16 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.errors import ProtocolError
+from kvcr.guard.choosing import PeerContext
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import Grant, PeerContext, PeerLink, Peers
+from kvcr.guard.peers import Grant, PeerLink, Peers
 from kvcr.guard.pulls import Ask, Indices, Move, Pull, Span
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, u64
 from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
 from kvcr.protocol.peer import Release
-from kvcr.transfer.base import Step, StepResult
+from kvcr.transfer.base import Step, StepResult, Transport
 from kvcr.transfer.nixl import NixlTransport
 from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 
@@ -382,9 +383,7 @@ class Fetches:
                 continue
             self._move(active, move, transport, now_s)
 
-    def _move(
-        self, active: _Active, move: Move, transport: ShmTransport | NixlTransport, now_s: float
-    ) -> None:
+    def _move(self, active: _Active, move: Move, transport: Transport, now_s: float) -> None:
         pull = active.pull
         slots, generations = active.pool.allocate(len(move.indices), now_s)
         self._host.pool_changed()

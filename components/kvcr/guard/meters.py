@@ -58,3 +58,16 @@ class Meters:
         self.peer_refusals = counter(
             "kvcr_peer_refusals_total", "Requests of peers and routers that were refused.", ["code"]
         )
+        self.canaries = counter(
+            "kvcr_canaries_total",
+            "Canary blocks read from peers before they are used: ok or failed.",
+            ["transport", "result"],
+        )
+        self.peer_ready = gauge(
+            "kvcr_peer_ready", "1 for a peer whose canary block was read and verified.", ["peer"]
+        )
+        self.peer_way = gauge(
+            "kvcr_peer_bytes_per_second",
+            "How fast a peer's canary block was read over the transport chosen, and why that was chosen.",
+            ["peer", "transport", "via", "why"],
+        )

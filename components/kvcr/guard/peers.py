@@ -7,22 +7,25 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from kvcr.config import PeerRecord, TransportChoice
-from kvcr.errors import ConfigError, KvcrError, ProtocolError
+from kvcr.config import PeerRecord
+from kvcr.errors import ConfigError, ProtocolError
+from kvcr.guard.addresses import is_loopback, split_host
+from kvcr.guard.canary import Outcome
+from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Chooser, PeerContext
 from kvcr.guard.connection import Connection, connect_unix
 from kvcr.guard.control import ControlClient
-from kvcr.guard.loop import Loop, Timer
+from kvcr.guard.loop import Timer
+from kvcr.guard.ways import Way
 from kvcr.keys import KEY_BYTES
+from kvcr.pool import SPARE_ROWS
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u8, u64
 from kvcr.protocol.peer import (
+    CANARY_KEY,
     VERSION,
     Lease,
     Leased,
@@ -35,10 +38,7 @@ from kvcr.protocol.peer import (
     to_client,
     to_server,
 )
-from kvcr.transfer.base import LocalRegions
-from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.nixl import NixlThread, NixlTransport, reads_need_own_agent
-from kvcr.transfer.shm import ShmTransport
+from kvcr.transfer.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -72,24 +72,6 @@ class Grant(NamedTuple):
     """[keys, ranks]"""
 
 
-@dataclass(slots=True)
-class PeerContext:
-    """What all links share; filled in by the guard once its pool exists."""
-
-    loop: Loop
-    zmq: zmq.Context[Any]
-    name: str
-    incarnation: int
-    boot_id: str
-    secret: bytes | None
-    choice: TransportChoice
-    local: LocalRegions
-    layout_digest: str
-    movers: MoverPool
-    nixl: Callable[[], NixlThread]
-    """The NIXL thread, started at the first call."""
-
-
 class _Channel(Protocol):
     def send(self, raw: bytes) -> Any: ...
     def close(self) -> None: ...
@@ -101,13 +83,23 @@ class _Pending(NamedTuple):
 
 
 class PeerLink:
-    """One peer guard. Belongs to the authority thread."""
+    """One peer guard. Belongs to the authority thread.
+
+    Opening is: connect, hello, then for each way the canary block is asked for, read and verified, until one
+    works. Only then is the link ready.
+    """
 
     def __init__(self, context: PeerContext, endpoint: str, record: PeerRecord) -> None:
         self.endpoint = endpoint
         self.record = record
-        self.transport: ShmTransport | NixlTransport | None = None
+        self.transport: Transport | None = None
         """Set while the link is ready."""
+        self.way: Way | None = None
+        """Of the transport, with the reason."""
+        self.outcome: Outcome | None = None
+        """Of the canary read that made it ready."""
+        self.rejected: dict[str, str] = {}
+        """Ways that are not used, and why."""
         self.blocks_per_s: float | None = None
         """Measured, over the pulls so far."""
         self.reason = ""
@@ -121,6 +113,7 @@ class PeerLink:
         self._not_before_s = 0.0
         self._unix_is_other = False
         self._unix_tried = False
+        self._chooser: Chooser | None = None
 
     @property
     def ready(self) -> bool:
@@ -187,6 +180,22 @@ class PeerLink:
     def close(self) -> None:
         self._lost("closed")
 
+    def status(self) -> dict[str, Any]:
+        """JSON-ready."""
+        way, outcome = self.way, self.outcome
+        return {
+            "endpoint": self.endpoint,
+            "name": self.name,
+            "ready": self.ready,
+            "transport": way.transport if way else "",
+            "via": way.via if way else "",
+            "why": way.why if way else "",
+            "rejected": self.rejected,
+            "canary_bytes_per_s": round(outcome.bytes_per_s) if outcome else 0,
+            "reason": "" if self.ready else self.reason or "not ready: opening",
+            "blocks_per_s": self.blocks_per_s,
+        }
+
     # --- opening ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -210,7 +219,7 @@ class PeerLink:
         except (ConfigError, ValueError) as error:
             self._lost(str(error))
             return
-        self._hello(want_nixl=False)
+        self.hello("", self._welcomed)
 
     def _open_unix(self, path: str) -> Connection:
         connection: Connection
@@ -225,7 +234,17 @@ class PeerLink:
         return connection
 
     def _open_zmq(self) -> _Channel:
-        context = self._context
+        context, record = self._context, self.record
+        host, _ = split_host(self.endpoint)
+        if is_loopback(host) and not context.place.same_loopback(record.boot_id, record.net_namespace):
+            context.meters.peer_refusals.inc(code="loopback")
+            raise ConfigError(
+                f"{record.name} advertises {self.endpoint}, which is this host and not its own; "
+                "start it with --advertise or --interface"
+            )
+        if context.secret is not None and not record.curve_key:
+            context.meters.peer_refusals.inc(code="unknown")
+            raise ConfigError(f"no signed record names {self.endpoint}, and the deployment has a secret")
         client: ControlClient
 
         def lost(reason: str) -> None:
@@ -237,31 +256,25 @@ class PeerLink:
             context.zmq,
             self.endpoint,
             context.secret,
-            bytes.fromhex(self.record.curve_key),
+            bytes.fromhex(record.curve_key),
             self._received,
             lost,
         )
         return client
 
-    def _hello(self, *, want_nixl: bool) -> None:
-        hello = self._hello_message(want_nixl=want_nixl)
-        timeout_s = NIXL_TIMEOUT_S if want_nixl else ANSWER_TIMEOUT_S
-        self._request(
-            hello.op, hello, timeout_s, lambda reply, reason: self._welcomed(reply, reason, want_nixl)
-        )
-
-    def _hello_message(self, *, want_nixl: bool) -> PeerHello:
+    def _hello_message(self, want: str) -> PeerHello:
         return PeerHello(
             version=VERSION,
             op=next(self._ops),
             name=self._context.name,
             incarnation=self._context.incarnation,
             layout_digest=self._context.layout_digest,
-            want_nixl=want_nixl,
+            want_nixl=want == NIXL,
+            want_offer="" if want == NIXL else want,
         )
 
-    def _welcomed(self, reply: ToClient | None, reason: str, wanted_nixl: bool) -> None:
-        if not isinstance(reply, PeerWelcome):
+    def _welcomed(self, reply: PeerWelcome | None, reason: str) -> None:
+        if reply is None:
             self._lost(reason)
             return
         if reply.layout is None:
@@ -278,46 +291,76 @@ class PeerLink:
         self._welcome = reply
         if reply.boot_id == self._context.boot_id and not self._unix_tried:
             self._unix_tried = True
-            self._prefer_unix(reply, lambda: self._choose(reply, wanted_nixl))
+            self._prefer_unix(reply, lambda: self._choose(reply))
         else:
-            self._choose(reply, wanted_nixl)
+            self._choose(reply)
 
-    def _choose(self, reply: PeerWelcome, wanted_nixl: bool) -> None:
-        """Pick the transport; with it the link is ready."""
-        same_host = reply.boot_id == self._context.boot_id
-        why_not_shm = "it is on another host"
-        if same_host and self._context.choice != "nixl":
-            try:
-                self.transport = ShmTransport(
-                    Path(reply.pool_dir), reply.incarnation, self._context.local, self._context.movers
-                )
-            except (OSError, KvcrError) as error:
-                why_not_shm = str(error)
-        if self.transport is None and self._context.choice == "shm":
-            self._lost(f"its pool cannot be mapped ({why_not_shm}) and --transport shm allows nothing else")
+    def _choose(self, welcome: PeerWelcome) -> None:
+        """Find a way that works; with it the link is ready."""
+        self._chooser = chooser = Chooser(self._context, self, welcome)
+        chooser.start()
+
+    def chosen(self, chooser: Chooser) -> None:
+        """For :class:`Chooser`, when it has looked at all ways."""
+        if chooser is not self._chooser:
             return
-        if self.transport is None:
-            if not reply.nixl_metadata:
-                if wanted_nixl:
-                    self._lost(f"{reply.name} does not serve NIXL")
-                else:
-                    self._hello(want_nixl=True)
-                return
-            if len(reply.region_addresses) != len(self._context.local.addresses):
-                self._lost(f"{reply.name} names {len(reply.region_addresses)} regions")
-                return
-            self.transport = NixlTransport(
-                self._context.nixl(),
-                f"{reply.name} ({self.endpoint})",
-                reply.nixl_metadata,
-                reply.region_addresses,
-                reply.slots,
-                own_agent=reads_need_own_agent(same_host),
-            )
-        log.info("peer %s at %s: transport %s", reply.name, self.endpoint, self.transport.name)
+        self._chooser = None
+        self.rejected = chooser.rejected
+        best = chooser.best
+        if best is None or best.outcome is None:
+            reasons = "; ".join(f"{way}: {why}" for way, why in chooser.rejected.items())
+            self._lost(f"not ready, no transport works ({reasons})")
+            return
+        self.transport, self.way, self.outcome = best.transport, best.way, best.outcome
+        self.reason = ""
+        if self.blocks_per_s is None:
+            # What is measured of pulls adjusts it.
+            self.blocks_per_s = best.outcome.blocks / max(best.outcome.seconds, 1e-6)
+        log.info(
+            "peer %s at %s: %s, as %s; canary verified, %.0f MB/s",
+            self.name,
+            self.endpoint,
+            best.way,
+            best.way.why,
+            best.outcome.bytes_per_s / 1e6,
+        )
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done("")
+
+    def hello(self, want: str, done: Callable[[PeerWelcome | None, str], None]) -> None:
+        """Ask the peer who it is. ``want``: name of the transport whose needs it must tell; empty: none."""
+        message = self._hello_message(want)
+        self._request(
+            message.op,
+            message,
+            NIXL_TIMEOUT_S if want else ANSWER_TIMEOUT_S,
+            lambda reply, reason: done(reply if isinstance(reply, PeerWelcome) else None, reason),
+        )
+
+    def canary_lease(self, transport: str, done: Callable[[Leased | None, str], None]) -> None:
+        """Ask for the peer's canary block; ``done(None, reason)`` when it has none."""
+        request = Lease(
+            op=next(self._ops),
+            name=self._context.name,
+            incarnation=self._context.incarnation,
+            keys=CANARY_KEY,
+            lease_ms=int(TRIAL_TIMEOUT_S * 1000),
+            transport=transport,
+        )
+
+        def answered(reply: ToClient | None, reason: str) -> None:
+            if not isinstance(reply, Leased):
+                done(None, reason)
+                return
+            try:
+                slot = int(self._grant(reply, 1).slots[0])
+            except ProtocolError as error:
+                done(None, str(error))
+                return
+            done(*((reply, "") if slot >= 0 else (None, "it has no canary block")))
+
+        self._request(request.op, request, ANSWER_TIMEOUT_S, answered)
 
     def _prefer_unix(self, welcome: PeerWelcome, go_on: Callable[[], None]) -> None:
         """Move the conversation to the peer's Unix socket, 6 us a round trip instead of 125; then ``go_on``.
@@ -347,7 +390,7 @@ class PeerLink:
             self._pending.pop(hello.op, None)
             answered(None, "no answer")
 
-        hello = self._hello_message(want_nixl=False)
+        hello = self._hello_message("")
         self._pending[hello.op] = _Pending(answered, self._context.loop.later(UNIX_TIMEOUT_S, late))
         candidate.send(to_server.encode(hello))
 
@@ -388,7 +431,7 @@ class PeerLink:
             or len(checksums) != count * ranks
         ):
             raise ProtocolError(f"lease for {count} keys and {ranks} ranks has other lengths")
-        limit = self._welcome.slots if self._welcome else 0
+        limit = self._welcome.slots + SPARE_ROWS if self._welcome else 0
         if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
         return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks))
@@ -397,6 +440,10 @@ class PeerLink:
         """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again."""
         self.reason = reason
         self._unix_tried = False
+        self.way = self.outcome = None
+        chooser, self._chooser = self._chooser, None
+        if chooser is not None:
+            chooser.cancel()
         channel, self._channel = self._channel, None
         transport, self.transport = self.transport, None
         pending, self._pending = self._pending, {}
@@ -457,17 +504,8 @@ class Peers:
                 link.when_ready(now_s, _nobody_waits)
 
     def status(self) -> list[dict[str, Any]]:
-        """JSON-ready: what each link uses, or why it is not ready."""
-        return [
-            {
-                "endpoint": link.endpoint,
-                "name": link.name,
-                "transport": link.transport.name if link.transport else "",
-                "reason": "" if link.transport else link.reason,
-                "blocks_per_s": link.blocks_per_s,
-            }
-            for link in self._links.values()
-        ]
+        """JSON-ready: what each link uses and why, or why it is not ready."""
+        return [link.status() for link in list(self._links.values())]
 
     def close(self) -> None:
         links, self._links = self._links, {}

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.errors import ProtocolError
+from kvcr.guard.addresses import Place, rdma_devices
+from kvcr.guard.canary import Canary
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
@@ -22,6 +24,7 @@ from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
 from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.peer import (
+    CANARY_KEY,
     VERSION,
     Lease,
     Leased,
@@ -37,6 +40,7 @@ from kvcr.protocol.peer import (
     ToServer,
 )
 from kvcr.transfer.nixl import NixlIdentity, NixlThread
+from kvcr.transfer.plugins import Plugin
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +59,11 @@ class Host(Protocol):
 
     name: str
     incarnation: int
-    boot_id: str
+    place: Place
     unix_socket: str
     pool: Pool | None
+    canary: Canary | None
+    plugins: dict[str, Plugin]
 
     def nixl(self) -> NixlThread: ...
 
@@ -155,6 +161,7 @@ class PeerServer:
 
     def _welcome(self, hello: PeerHello, identity: NixlIdentity | None, reply: Reply) -> None:
         host, pool = self._host, self._host.pool
+        plugin = host.plugins.get(hello.want_offer) if pool is not None else None
         reply(
             PeerWelcome(
                 op=hello.op,
@@ -162,13 +169,20 @@ class PeerServer:
                 incarnation=host.incarnation,
                 epoch=pool.epoch if pool else 0,
                 layout=pool.layout if pool else None,
-                boot_id=host.boot_id,
+                boot_id=host.place.boot_id,
                 pool_dir=str(pool.dir) if pool else "",
                 unix_socket=host.unix_socket,
                 slots=pool.slots if pool else 0,
                 nixl_agent=identity.agent if identity else "",
                 nixl_metadata=identity.metadata if identity else b"",
                 region_addresses=tuple(identity.addresses) if identity else (),
+                canary_slot=host.canary.slot if host.canary else -1,
+                pid=identity.pid if identity else 0,
+                pid_namespace=host.place.pid_namespace,
+                net_namespace=host.place.net_namespace,
+                rdma_ports=tuple(rdma_devices()),
+                plugins=tuple(host.plugins),
+                offer=plugin.offer() if plugin is not None else b"",
             )
         )
 
@@ -184,6 +198,9 @@ class PeerServer:
             limits = f"the limits are {MAX_BLOCKS_PER_MESSAGE} and {MAX_LEASES}"
             reason = f"{count} keys asked and {len(self._leases)} leases given; {limits}"
             self._refuse(reply, request.op, "too_large", reason)
+            return
+        if request.keys == CANARY_KEY:
+            self._lease_canary(request, caller, reply)
             return
         found = pool.lookup(request.keys)
         slots, generations = found.slots.copy(), found.generations.copy()
@@ -208,6 +225,27 @@ class PeerServer:
                 slots=slots.astype("<i4").tobytes(),
                 generations=generations.astype("<u8").tobytes(),
                 checksums=checksums.astype("<u8").tobytes(),
+                lease_ms=lease_ms,
+            )
+        )
+
+    def _lease_canary(self, request: Lease, caller: Caller, reply: Reply) -> None:
+        """It needs no lease to stay; the empty one keeps our NIXL agent progressing while it is read."""
+        canary = self._host.canary
+        assert canary is not None  # there is a pool
+        none = (np.zeros(0, np.int32), np.zeros(0, np.uint64))
+        lease_ms = min(max(request.lease_ms, 1), self._max_lease_ms)
+        lease_id = self._grant(*none, lease_ms, request.transport == "nixl")
+        caller.leases.add(lease_id)
+        reply(
+            Leased(
+                op=request.op,
+                incarnation=self._host.incarnation,
+                lease_id=lease_id,
+                statuses=bytes([BlockStatus.OK]),
+                slots=np.array([canary.slot], "<i4").tobytes(),
+                generations=bytes(8),
+                checksums=canary.checksums.astype("<u8").tobytes(),
                 lease_ms=lease_ms,
             )
         )

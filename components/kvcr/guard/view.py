@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from kvcr.config import PeerRecord
+from kvcr.guard.addresses import Place
 from kvcr.guard.meters import Meters
 from kvcr.layout import Layout
 from kvcr.metrics import Registry
@@ -45,7 +46,7 @@ class Backing(Protocol):
     unix_socket: str
     metrics_endpoint: str
     pool_dir: str
-    boot_id: str
+    place: Place
     public_key: bytes
     secret: bytes | None
     meters: Meters
@@ -126,7 +127,12 @@ class GuardView:
 
     @property
     def boot_id(self) -> str:
-        return self._backing.boot_id
+        return self._backing.place.boot_id
+
+    @property
+    def place(self) -> Place:
+        """What it shares with other processes: kernel, loopback interface, process ids."""
+        return self._backing.place
 
     @property
     def layout(self) -> Layout | None:

@@ -7,7 +7,7 @@ the blocks, one region per rank. :class:`Pool` is the guard's handle, :class:`Po
 """
 
 from kvcr.pool.locks import FileLock, WriterLock, engine_is_dead, is_dead, writer_path, writers_of
-from kvcr.pool.meta import DATA, META, boot_id, time_namespace
+from kvcr.pool.meta import DATA, META, SPARE_ROWS, boot_id, time_namespace
 from kvcr.pool.pool import Pool
 from kvcr.pool.reader import Hits, PoolReader
 from kvcr.pool.record import Changes, CommitResult, Granted, Record, SnapshotPage
@@ -19,6 +19,7 @@ __all__ = [
     "COOLING_S",
     "DATA",
     "META",
+    "SPARE_ROWS",
     "Changes",
     "CommitResult",
     "DataRegion",

@@ -45,7 +45,7 @@ T = TypeVar("T", bound=np.generic)
 META = "meta"
 DATA = "data"
 MAGIC = int.from_bytes(b"KVCRPOOL", "little")
-VERSION = 1
+VERSION = 2
 
 SUPERBLOCK_BYTES = PAGE_BYTES
 WRITER_ENTRIES = 64
@@ -60,7 +60,10 @@ _DIGEST_SLICE = slice(40, 56)
 REGION_ALIGN = 65536
 """A rank's region starts on a multiple of this, so that it can be mapped alone also with 64 KiB pages."""
 
-MAX_SLOTS = (1 << 31) - 1
+SPARE_ROWS = 3
+"""Rows of a region behind its slots, for the guard's use: the directory knows nothing of them."""
+
+MAX_SLOTS = (1 << 31) - 1 - SPARE_ROWS
 
 
 def boot_id() -> str:
@@ -126,7 +129,7 @@ class Geometry:
         buckets = 2
         while buckets * BUCKET_ENTRIES < 2 * slots:
             buckets *= 2
-        region = -(-slots * layout.slot_part_bytes // REGION_ALIGN) * REGION_ALIGN
+        region = -(-(slots + SPARE_ROWS) * layout.slot_part_bytes // REGION_ALIGN) * REGION_ALIGN
         return cls(
             SuperblockBody(
                 layout, slots, buckets, region, KEY_VERSION, boot_id(), time_namespace(), uuid.uuid4().hex

@@ -14,7 +14,7 @@ import numpy as np
 from kvcr.errors import PoolCorrupt
 from kvcr.layout import Layout
 from kvcr.pool import native
-from kvcr.pool.meta import DATA, META, Geometry, Meta
+from kvcr.pool.meta import DATA, META, SPARE_ROWS, Geometry, Meta
 from kvcr.pool.state import I32, U8, U64, as_slots
 
 if TYPE_CHECKING:
@@ -39,16 +39,19 @@ class DataRegion:
     """One rank's part of ``data``, mapped into this process and not into its forked children.
 
     ``array`` is uint8 [slots, slot_part_bytes]; bytes past ``layout.part_bytes`` of a row are padding,
-    written by nobody. Any thread may read or write rows it has a grant or a lease for.
+    written by nobody. Any thread may read or write rows it has a grant or a lease for. ``rows`` is the same
+    and the spare rows behind it, which the guard tries transports with.
     """
 
     def __init__(self, mapping: mmap.mmap, slots: int, layout: Layout, rank: int) -> None:
         self.rank = rank
         self.layout = layout
         self._mapping = mapping
-        self.array: U8 = np.frombuffer(mapping, dtype=np.uint8, count=slots * layout.slot_part_bytes).reshape(
-            slots, layout.slot_part_bytes
+        count = slots + SPARE_ROWS
+        self.rows: U8 = np.frombuffer(mapping, dtype=np.uint8, count=count * layout.slot_part_bytes).reshape(
+            count, layout.slot_part_bytes
         )
+        self.array = self.rows[:slots]
         self.address: int = self.array.__array_interface__["data"][0]
 
     @classmethod
@@ -117,7 +120,7 @@ class DataRegion:
 
     def close(self) -> None:
         """Unmap. While a caller still holds a view, the memory stays mapped until that view is gone."""
-        self.array = np.empty((0, 0), dtype=np.uint8)
+        self.array = self.rows = np.empty((0, 0), dtype=np.uint8)
         try:
             self._mapping.close()
         except BufferError:

@@ -12,7 +12,12 @@ from kvcr.layout import Layout
 from kvcr.protocol.codec import Codec, Message
 
 VERSION = 1
-MAX_CONTROL_BYTES = 1 << 20
+MAX_CONTROL_BYTES = 1 << 18
+"""The largest message is a chunk of 150,000 bytes of a lease, a replay or a snapshot."""
+
+CANARY_KEY = b"kvcr canary v1\0\0"
+"""A Lease for this key alone is answered by every guard that has a pool, with a block of known bytes outside
+of its directory. Who reads and verifies it knows that the way to this peer works."""
 
 
 class PeerHello(Message, frozen=True):
@@ -26,6 +31,8 @@ class PeerHello(Message, frozen=True):
     nixl_metadata: bytes = b""
     want_nixl: bool = False
     """Start your NIXL agent if need be and tell me about it; without this the welcome may lack it."""
+    want_offer: str = ""
+    """Name of a transport plugin: tell me what I need to read from you by it."""
 
 
 class PeerWelcome(Message, frozen=True):
@@ -44,6 +51,18 @@ class PeerWelcome(Message, frozen=True):
     nixl_metadata: bytes = b""
     region_addresses: tuple[int, ...] = ()
     """Address of each rank's data region in the serving process; NIXL READ needs it."""
+    canary_slot: int = -1
+    """Row of the regions that holds the block for :data:`CANARY_KEY`; no slot of the directory."""
+    pid: int = 0
+    """Of the process with these addresses, in the PID namespace of the next field."""
+    pid_namespace: int = 0
+    net_namespace: int = 0
+    rdma_ports: tuple[str, ...] = ()
+    """RDMA ports of its host that are up."""
+    plugins: tuple[str, ...] = ()
+    """Names of the transport plugins it has loaded."""
+    offer: bytes = b""
+    """Of the plugin that was asked for."""
 
 
 class PeerRefused(Message, frozen=True):

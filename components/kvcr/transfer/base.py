@@ -67,7 +67,7 @@ class Transport(Protocol):
     """One way to one peer."""
 
     name: str
-    """``shm`` or ``nixl``; label of the metrics."""
+    """``shm``, ``nixl`` or a plugin's; label of the metrics."""
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
         """Start a step; called by the authority thread, never waits.
@@ -83,14 +83,14 @@ class Transport(Protocol):
 
 class LocalRegions:
     """Our own pool's bytes, as movers see them: one writable array per rank. Safe to share by threads,
-    as every slot of a step belongs to that step alone."""
+    as every slot of a step belongs to that step alone. Rows behind the pool's slots are the canary's."""
 
     def __init__(
         self, layout: Layout, arrays: Sequence[npt.NDArray[np.uint8]], addresses: Sequence[int]
     ) -> None:
         self.layout = layout
         self.arrays = list(arrays)
-        """[slots, slot_part_bytes] uint8 for each rank."""
+        """[rows, slot_part_bytes] uint8 for each rank."""
         self.addresses = list(addresses)
 
     @property

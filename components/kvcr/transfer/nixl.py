@@ -9,6 +9,7 @@ one per other peer, because a read that timed out over TCP keeps landing until i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,18 +56,6 @@ def import_error() -> str:
     return ""
 
 
-def reads_need_own_agent(same_host: bool, ucx_tls: str | None = None) -> bool:
-    """Whether a peer must have an agent of its own.
-
-    A peer on this host is read through CMA, synchronously, unless ``UCX_TLS`` leaves that out. RDMA is not
-    told from TCP here, so every other peer counts as TCP.
-    """
-    allowed = os.environ.get("UCX_TLS", "") if ucx_tls is None else ucx_tls
-    names = {name.strip() for name in allowed.split(",") if name.strip()}
-    cma = not names or bool(names & {"all", "cma", "sm", "shm"})
-    return not (same_host and cma)
-
-
 @dataclass(frozen=True, slots=True)
 class NixlIdentity:
     """What a peer needs to read from us."""
@@ -74,7 +63,8 @@ class NixlIdentity:
     agent: str
     metadata: bytes
     addresses: tuple[int, ...]
-    """Of each rank's region in our process."""
+    """Of each rank's region in the process ``pid``."""
+    pid: int
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +92,19 @@ class _Flight:
 class NixlThread:
     """Owner of all NIXL agents. Its methods may be called from the authority thread, and never wait."""
 
-    def __init__(self, name: str, local: LocalRegions, movers: MoverPool, post: Post) -> None:
+    def __init__(
+        self,
+        name: str,
+        local: LocalRegions,
+        movers: MoverPool,
+        post: Post,
+        backend: str,
+        params: dict[str, str],
+    ) -> None:
+        """``backend`` of NIXL, with its parameters, for all agents."""
         self.name = name
+        self._backend = backend
+        self._params = params
         self.local = local
         self.slots_in_flight = 0
         """Slots waiting for an agent to be destroyed; written by the authority thread."""
@@ -212,6 +213,7 @@ class NixlThread:
                     self._server.agent.name,
                     self._server.agent.get_agent_metadata(),
                     tuple(self.local.addresses),
+                    os.getpid(),
                 )
             except _failures():
                 log.exception("NIXL cannot serve")
@@ -265,6 +267,7 @@ class NixlThread:
         flight = _Flight(peer, step, done, quiet, agent, handle, posted_s, deadline_s)
         try:
             state = agent.agent.transfer(handle)
+            peer.synchronous = state == "DONE"
         except _errors() as error:
             self._flights.append(flight)
             self._lost(flight, error)
@@ -291,7 +294,7 @@ class NixlThread:
         if peer.own_agent:
             agent = self._own.get(peer.peer_id)
             if agent is None:
-                agent = self._own[peer.peer_id] = self._new_agent("read")
+                agent = self._own[peer.peer_id] = self._new_agent("read", peer.tls)
         else:
             if self._shared is None:
                 self._shared = self._new_agent("read")
@@ -305,15 +308,17 @@ class NixlThread:
             )
         return agent
 
-    def _new_agent(self, purpose: str) -> _Agent:
+    def _new_agent(self, purpose: str, tls: str = "") -> _Agent:
         nixl_agent, nixl_agent_config = _api()
         self._made += 1
         agent = nixl_agent(
             f"{self.name}-{purpose}-{self._made}",
             nixl_agent_config(
-                enable_prog_thread=False, enable_listen_thread=False, num_threads=0, backends=["UCX"]
+                enable_prog_thread=False, enable_listen_thread=False, num_threads=0, backends=[]
             ),
         )
+        with _ucx_tls(tls):
+            agent.create_backend(self._backend, self._params)
         nbytes = self.local.slots * self.local.layout.slot_part_bytes
         agent.register_memory([(address, nbytes, 0, "") for address in self.local.addresses], "DRAM")
         grid = agent.prep_xfer_dlist(
@@ -431,7 +436,9 @@ class NixlTransport:
         slots: int,
         *,
         own_agent: bool,
+        tls: str = "",
     ) -> None:
+        """``tls`` holds an agent of its own to some of UCX's transports, as ``UCX_TLS`` would."""
         NixlTransport._next_id += 1
         self.peer_id = NixlTransport._next_id
         self.label = label
@@ -439,6 +446,9 @@ class NixlTransport:
         self.addresses = addresses
         self.slots = slots
         self.own_agent = own_agent
+        self.tls = tls
+        self.synchronous = False
+        """The last read was over when it was posted: copied between the processes (CMA)."""
         self._thread = thread
         thread.prepare(self)
 
@@ -454,6 +464,21 @@ class NixlTransport:
 def _failures() -> tuple[type[Exception], ...]:
     """What making an agent or meeting a peer may raise, NIXL being absent included."""
     return (ImportError, RuntimeError, *_errors())
+
+
+@contextlib.contextmanager
+def _ucx_tls(tls: str) -> Iterator[None]:
+    """UCX reads its environment for each context it makes; all are made by one thread."""
+    before = os.environ.get("UCX_TLS")
+    if tls:
+        os.environ["UCX_TLS"] = tls
+    try:
+        yield
+    finally:
+        if tls and before is None:
+            del os.environ["UCX_TLS"]
+        elif tls and before is not None:
+            os.environ["UCX_TLS"] = before
 
 
 def _rows(slots: Any, slot_count: int, ranks: int) -> Any:

@@ -88,13 +88,16 @@ class ShmTransport:
         part = self._local.layout.part_bytes
         found = np.stack(
             [
-                copy_parts(region.array, step.remote_slots, target, step.local_slots, part)
+                copy_parts(region.rows, step.remote_slots, target, step.local_slots, part)
                 for target, region in zip(self._local.arrays, self._regions, strict=True)
             ],
             axis=1,
         )
         result = verified(step, found, started_s, time.monotonic())
-        gone = ~self._reader.still(step.remote_slots, step.remote_generations)
+        # Rows behind the slots are the canary's, which the directory does not know.
+        slots = step.remote_slots < self._reader.slots
+        gone = np.zeros(len(step), bool)
+        gone[slots] = ~self._reader.still(step.remote_slots[slots], step.remote_generations[slots])
         if gone.any():
             # Evicted while we copied: whatever we have is not what was promised, and no corruption either.
             result.statuses[gone] = BlockStatus.GONE
