@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def run(name: str, measure: Callable[[bool], Mapping[str, Any]], description: st
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     quick = parser.parse_args().quick
+    # Or what was started would stay: the default action runs no `finally`.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     figures = measure(quick)
     result = {"bench": name, "quick": quick, **figures, "machine": machine(), "versions": versions()}
     print(json.dumps(result), flush=True)

@@ -3,7 +3,8 @@
 
 Two guards on this host, an engine beside each. One engine is killed while the other pulls from its pool, a
 chain every 10 ms and one right after the kill. All processes are real; the killed ones get SIGKILL. The same
-is done to NVIDIA's kvcr in the same run (:mod:`bench._peer_failover`).
+is done to NVIDIA's kvcr in the same run (:mod:`bench._peer_failover`). Then an engine of a whole graph is
+killed under load, once with KVCR and once without: ``report``.
 
 Figures are medians; ``spread`` has the samples.
 """
@@ -11,6 +12,7 @@ Figures are medians; ``spread`` has the samples.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -31,7 +33,11 @@ import numpy as np
 import zmq
 
 from bench import _common, peer_venv
+from demo.failover_report import figures as report_figures
+from demo.failover_report import show
 from demo.metrics import scrape
+from demo.scenes.failover import QUICK, Scale, on_and_off
+from demo.table import waiting
 from kvcr.api import (
     BlockKey,
     BlockStatus,
@@ -103,7 +109,17 @@ def measure(quick: bool) -> dict[str, Any]:
         **figures(samples),
         "guard_restart_blocks": RESTART_BLOCKS,
         "kvcr": measure_peer(rounds, idle_s),
+        "report": measure_graph(quick),
     }
+
+
+def measure_graph(quick: bool) -> dict[str, Any]:
+    """An engine of a whole graph killed in mid-stream, with KVCR and without: what users see of it."""
+    scale = QUICK if quick else Scale()
+    seen = on_and_off(scale, _common.say, waiting)
+    reports = {switch: report_figures(one) for switch, one in seen.items()}
+    show({f"KVCR {switch}": report for switch, report in reports.items()}, sys.stderr)
+    return {"model": "smollm2-135m-instruct", **dataclasses.asdict(scale), **reports}
 
 
 def figures(samples: dict[str, Any]) -> dict[str, Any]:

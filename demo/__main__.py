@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m demo``: start a graph of two workers, share one prefix between them, explain what happened."""
+"""``python -m demo``: start a graph of two workers, play a scene on it, explain what happened.
+
+``share``: one prefix, computed by one worker, pulled by the other. ``failover``: an engine is killed while it
+answers, with KVCR and, on a second graph, without.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from demo import failover_report
 from demo import graph as graphs
 from demo.client import RequestFailed
 from demo.observe import CountersDisagree
 from demo.report import curl_line, show
+from demo.scenes.failover import Scale, failover, on_and_off
 from demo.scenes.share import Shared, share, warm_up
-from demo.table import waiting
+from demo.table import say, waiting
 
 
 def main() -> int:
-    """0: blocks were pulled and the answers are identical; 1: they were not; 2: the graph did not run."""
+    """0: the scene showed what it should; 1: it did not; 2: the graph did not run."""
     arguments = _parse()
+    # Or the graph would stay: the default action runs no `finally`.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
+        if arguments.scene == "failover":
+            return _failover(arguments)
         if arguments.run_dir is not None:
             # The graph has seen the document as written: this one differs from its first words on.
             return _scenes(graphs.load(arguments.run_dir), variant=int(time.time()))
         return _with_own_graph(arguments)
-    except (graphs.GraphNotUp, RequestFailed, CountersDisagree) as error:
+    except (graphs.GraphNotUp, RequestFailed, CountersDisagree, TimeoutError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -36,6 +47,12 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument(
+        "--scene",
+        choices=("share", "failover"),
+        default=os.environ.get("SCENE") or "share",
+        help="what to show (also: make demo SCENE=failover)",
+    )
     parser.add_argument(
         "--keep",
         action="store_true",
@@ -68,6 +85,19 @@ def _with_own_graph(arguments: argparse.Namespace) -> int:
         if not keep:
             with waiting("stopping the graph"):
                 serving.stop()
+
+
+def _failover(arguments: argparse.Namespace) -> int:
+    if arguments.run_dir is not None:
+        graph = graphs.load(arguments.run_dir)
+        warm_up(graph, waiting)
+        seen = {"on": failover(graph, Scale(), say, waiting)}
+    else:
+        seen = on_and_off(Scale(), say, waiting, arguments.graph)
+    reports = {f"KVCR {switch}": failover_report.figures(one) for switch, one in seen.items()}
+    failover_report.show(reports)
+    on = reports["KVCR on"]
+    return 0 if on["served_from_dead_pool"]["blocks"] and not on["requests"]["hung"] else 1
 
 
 def _scenes(graph: graphs.Graph, variant: int = 0) -> int:

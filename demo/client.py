@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +17,10 @@ from urllib.parse import urlsplit
 
 class RequestFailed(Exception):
     """The server answered with an error, or ended the stream early; the message carries its words."""
+
+
+class RequestHung(RequestFailed):
+    """The server is silent: neither an answer nor an error."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,12 @@ def ask(
     headers: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
     timeout_s: float = 180.0,
+    on_text: Callable[[str], None] | None = None,
 ) -> Answer:
-    """Send one chat request with temperature 0 and stream the answer. Raises :class:`RequestFailed`."""
+    """Send one chat request with temperature 0 and stream the answer. Raises :class:`RequestFailed`.
+
+    ``on_text`` gets each piece of text as it comes. ``timeout_s`` is the longest silence of the server.
+    """
     url = urlsplit(base_url)
     body = json.dumps(chat_body(model, messages, max_tokens, extra))
     connection = http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=timeout_s)
@@ -74,7 +82,9 @@ def ask(
         if response.status != 200:
             words = response.read(2000).decode(errors="replace")
             raise RequestFailed(f"{base_url}/v1/chat/completions answered {response.status}: {words}")
-        return _collect(_events(response), started_s)
+        return _collect(_events(response), started_s, on_text)
+    except TimeoutError as error:
+        raise RequestHung(f"{base_url} said nothing for {timeout_s:g} s") from error
     except (OSError, http.client.HTTPException) as error:
         raise RequestFailed(f"request to {base_url} broke: {error!r}") from error
     finally:
@@ -101,7 +111,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise RequestFailed("the stream ended without [DONE]")
 
 
-def _collect(events: Iterator[dict[str, Any]], started_s: float) -> Answer:
+def _collect(
+    events: Iterator[dict[str, Any]], started_s: float, on_text: Callable[[str], None] | None
+) -> Answer:
     pieces: list[str] = []
     ttft_s = 0.0
     usage: dict[str, Any] = {}
@@ -114,6 +126,8 @@ def _collect(events: Iterator[dict[str, Any]], started_s: float) -> Answer:
             if piece:
                 ttft_s = ttft_s or time.perf_counter() - started_s
                 pieces.append(piece)
+                if on_text is not None:
+                    on_text(piece)
     total_s = time.perf_counter() - started_s
     return Answer(
         text="".join(pieces),

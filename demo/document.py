@@ -27,11 +27,14 @@ def document(variant: int = 0) -> str:
     return "\n\n".join([f"Copy {variant} of a logbook. {title}", *paragraphs]) + "\n"
 
 
-def prompt(variant: int = 0, question: str = QUESTION) -> list[Mapping[str, str]]:
-    """The document and a question, as the messages of a chat."""
-    return [{"role": "user", "content": f"{document(variant)}\n{question}"}]
+def prompt(variant: int = 0, question: str = QUESTION, words: int | None = None) -> list[Mapping[str, str]]:
+    """The document (or its first ``words`` words) and a question, as the messages of a chat."""
+    text = document(variant) if words is None else " ".join(document(variant).split()[:words])
+    return [{"role": "user", "content": f"{text}\n{question}"}]
 
 
-def follow_up(messages: list[Mapping[str, str]], answer: str) -> list[Mapping[str, str]]:
+def follow_up(
+    messages: list[Mapping[str, str]], answer: str, question: str = FOLLOW_UP
+) -> list[Mapping[str, str]]:
     """The next turn of the same chat."""
-    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": FOLLOW_UP}]
+    return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]

@@ -43,6 +43,7 @@ class Worker:
     instance_id: int
     """Dynamo instance id."""
     guard: str
+    """Name of the guard beside it; empty, as are the next three, in a graph with ``kvcr: off``."""
     guard_pid: int
     guard_metrics_url: str
     pool_dir: Path
@@ -63,6 +64,17 @@ class Graph:
     """None in a graph without our router."""
     workers: tuple[Worker, ...]
     block_size: int
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the workers have guards."""
+        return all(worker.guard for worker in self.workers)
+
+    def component(self, name: str) -> dict[str, Any]:
+        """What ``graph.json`` says about one process now; it changes when the process is restarted."""
+        state = json.loads((self.run_dir / STATE_FILE).read_text())
+        found: dict[str, Any] = next(one for one in state["components"] if one["name"] == name)
+        return found
 
     def pin(self, worker: Worker) -> dict[str, Any]:
         """Arguments for :func:`demo.client.ask` that make the router choose ``worker``.
@@ -87,7 +99,7 @@ def load(run_dir: Path) -> Graph:
     guards = {c["control"]: c for c in components if c["component"] == "Guard"}
     engines = [c for c in components if c["component"] == "VllmWorker"]
     router = next((c for c in components if c["component"] == "Router"), None)
-    workers = [_worker(index, engine, guards[engine["control"]]) for index, engine in enumerate(engines)]
+    workers = [_worker(index, engine, guards.get(engine["control"])) for index, engine in enumerate(engines)]
     return Graph(
         run_dir=run_dir,
         pid=state["pid"],
@@ -101,17 +113,17 @@ def load(run_dir: Path) -> Graph:
     )
 
 
-def _worker(index: int, engine: Mapping[str, Any], guard: Mapping[str, Any]) -> Worker:
+def _worker(index: int, engine: Mapping[str, Any], guard: Mapping[str, Any] | None) -> Worker:
     return Worker(
         label=chr(ord("A") + index),
         name=engine["name"],
         pid=engine["pid"],
         metrics_url=engine["metrics"],
         instance_id=_instance_id(engine["metrics"]),
-        guard=guard["name"],
-        guard_pid=guard["pid"],
-        guard_metrics_url=guard["metrics"],
-        pool_dir=Path(guard["urls"]["pool_dir"]),
+        guard=guard["name"] if guard else "",
+        guard_pid=guard["pid"] if guard else 0,
+        guard_metrics_url=guard["metrics"] if guard else "",
+        pool_dir=Path(guard["urls"]["pool_dir"]) if guard else Path(),
     )
 
 

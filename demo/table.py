@@ -85,6 +85,14 @@ def _print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
         print("  ".join(cells).rstrip(), file=out)
 
 
+def say(line: str, out: TextIO = sys.stdout) -> None:
+    """A line above whatever :func:`waiting` shows."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K")
+        sys.stderr.flush()
+    print(line, file=out, flush=True)
+
+
 def size(byte_count: float) -> str:
     """Bytes for people: ``91.4 MB`` (decimal)."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

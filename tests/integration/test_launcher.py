@@ -276,6 +276,16 @@ def test_a_killed_component_is_restarted_where_it_was(serve: Callable[..., Serve
     assert f"{name} ended with SIGKILL, restarting it" in graph.said
 
 
+def test_a_component_that_keeps_dying_is_restarted_later_each_time(serve: Callable[..., Serve]) -> None:
+    graph = serve("Etcd: {}\nNats: {}\nFrontend: {ServiceArgs: {restart: on-failure}}\n")
+    graph.wait_until_up()
+    for restarts, when in enumerate(["now", "in 1 s", "in 3 s"]):
+        graph.wait(lambda n=restarts: graph.component("frontend")["restarts"] == n)
+        graph.wait(lambda: graph.component("frontend")["pid"] is not None)
+        os.kill(graph.component("frontend")["pid"], signal.SIGKILL)
+        graph.wait(lambda when=when: f"frontend ended with SIGKILL, restarting it {when}" in graph.said)
+
+
 def test_without_a_restart_policy_a_crash_is_reported_and_left(serve: Callable[..., Serve]) -> None:
     graph = serve("Etcd: {}\nNats: {}\nFrontend: {}\n")
     graph.wait_until_up()

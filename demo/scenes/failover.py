@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine is killed while it answers: its sessions go on elsewhere, from its own pool; then it comes back.
+
+The same scene runs on a graph with ``kvcr: off``, where the sessions' KV dies with the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from demo.client import Answer, RequestFailed, ask
+from demo.document import prompt
+from demo.graph import AGG_GRAPH, Graph, Worker, load, serve
+from demo.load import QUESTIONS, Load, Outcome, Request, Session
+from demo.metrics import Page, growth, scrape
+from demo.observe import CountersDisagree, Seen, observe
+from demo.scenes.share import Waiting, warm_up
+from kvcr.graph.processes import descendants
+
+Tell = Callable[[str], None]
+
+PIECES_BEFORE_KILL = 4
+_POLL_S = 0.02
+_TURNS_TIMEOUT_S = 300.0
+_RETURN_TIMEOUT_S = 600.0
+_PROBE_SILENCE_S = 30.0
+_WITNESS = 99
+"""Variant of a document that no session asks about."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of it."""
+
+    sessions: int = 6
+    """Half of them at home on each worker."""
+    turns: int = 4
+    """Of each session, before the fault and after the return at least."""
+    words: int = 380
+    """Of each document: about 500 tokens."""
+    max_tokens: int = 24
+
+
+QUICK = Scale(sessions=4, turns=2, words=300)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The first prompt that the worker which came back knew before."""
+
+    answer: Answer
+    pulled_blocks: int
+
+
+@dataclass(frozen=True)
+class Failover:
+    """What was seen. Times are of ``time.monotonic``; bytes and blocks are counters of the guards."""
+
+    guarded: bool
+    victim: Worker
+    requests: tuple[Request, ...]
+    loaded_s: float
+    """From here on every session has its document computed."""
+    killed_s: float
+    active_s: float | None
+    """Guard of the victim ACTIVE; None without one."""
+    back_s: float
+    """First answer of the victim's successor through the frontend."""
+    ended_s: float
+    served_bytes: int
+    """From the dead worker's pool, between death and return."""
+    served_blocks: int
+    transfers: int
+    returned: Returned
+    home: Seen | None
+    """The next turn of a session of the victim, placed by the router, when all was quiet again."""
+
+
+def on_and_off(
+    scale: Scale, tell: Tell, waiting: Waiting, graph_file: Path = AGG_GRAPH
+) -> dict[str, Failover]:
+    """The scene on a graph of its own with KVCR, and on another one without; by ``on`` and ``off``.
+
+    Raises GraphNotUp, and what :func:`failover` raises.
+    """
+    seen: dict[str, Failover] = {}
+    for switch in ("on", "off"):
+        run_dir = Path(tempfile.mkdtemp(prefix="kvcr-failover-"))
+        tell(f"\nKVCR {switch}: starting a graph of two workers; logs in {run_dir}/logs")
+        with waiting("engines take about a minute to start"):
+            running = serve(run_dir, graph_file, [f"--kvcr={switch}"])
+        try:
+            graph = load(run_dir)
+            warm_up(graph, waiting)
+            seen[switch] = failover(graph, scale, tell, waiting)
+        finally:
+            with waiting("stopping the graph"):
+                running.stop()
+    return seen
+
+
+def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failover:
+    """Run the scene on a graph of two workers. Raises RequestFailed, TimeoutError."""
+    victim, survivor = graph.workers
+    script = _Script(graph, victim, tell)
+    with waiting(f"worker {victim.label} reads a document that nobody will ask about"):
+        witness = prompt(_WITNESS, QUESTIONS[0], scale.words)
+        first = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
+    traffic = Load([_session(graph, number, scale, script) for number in range(scale.sessions)])
+    for session in traffic.sessions:
+        session.start()
+    try:
+        with waiting(f"{scale.sessions} sessions have their documents computed"):
+            _until(lambda: traffic.turns_since(0.0) >= 1, "first answers", _TURNS_TIMEOUT_S)
+        loaded_s = time.monotonic()
+        tell(
+            f"{scale.sessions} sessions are under way, every other one at home on worker {victim.label}; "
+            "each asks its next question when it has its answer"
+        )
+        with waiting(f"{scale.turns} turns each without a fault"):
+            _until(lambda: traffic.turns_since(loaded_s) >= scale.turns, "turns", _TURNS_TIMEOUT_S)
+            _until(
+                lambda: traffic.answering(victim, PIECES_BEFORE_KILL) is not None,
+                f"a stream on worker {victim.label}",
+                _TURNS_TIMEOUT_S,
+            )
+        before = _guard_pages(graph)
+        killed_s = script.kill()
+        with waiting(f"worker {victim.label} starts again"):
+            active_s = script.watch_guard()
+            back, back_s = script.watch_return(before.get(victim.name, Page()))
+        served = growth(before.get(victim.name, Page()), script.page_at_return)
+        pulled = growth(before.get(survivor.name, Page()), _guard_pages(graph).get(survivor.name, Page()))
+        with waiting(f"worker {victim.label} gets a prompt that it knew before"):
+            returned = _ask_again(back, witness, scale.max_tokens)
+        script.tell_returned(returned, first)
+        with waiting(f"{scale.turns} turns each after the return"):
+            _until(lambda: traffic.turns_since(back_s) >= scale.turns, "turns", _TURNS_TIMEOUT_S)
+    finally:
+        with waiting("the last answers"):
+            traffic.stop()
+    ended_s = time.monotonic()
+    with waiting("one more turn of a session of the dead worker"):
+        home = _go_home(back, traffic, victim, scale.max_tokens)
+    script.tell_home(home)
+    return Failover(
+        guarded=graph.guarded,
+        victim=victim,
+        requests=tuple(traffic.requests),
+        loaded_s=loaded_s,
+        killed_s=killed_s,
+        active_s=active_s,
+        back_s=back_s,
+        ended_s=ended_s,
+        served_bytes=round(served.total("kvcr_served_bytes_total")),
+        served_blocks=round(served.total("kvcr_served_blocks_total")),
+        transfers=round(pulled.total("kvcr_pull_seconds_count")),
+        returned=returned,
+        home=home,
+    )
+
+
+class _Script:
+    """Kills, watches, and tells the time line."""
+
+    def __init__(self, graph: Graph, victim: Worker, tell: Tell) -> None:
+        self._graph = graph
+        self._victim = victim
+        self._say = tell
+        self._begun_s = time.monotonic()
+        self._killed_s = 0.0
+        self.page_at_return = Page()
+        """Of the dead worker's guard, just before its new engine serves."""
+
+    def tell(self, what: str, at_s: float | None = None) -> None:
+        """One line of the time line, at now or at ``at_s``; the clock is set at the kill."""
+        now_s = time.monotonic() if at_s is None else at_s
+        clock = f"{now_s - self._killed_s:+9.2f} s" if self._killed_s else " " * 11
+        self._say(f"{clock}  {what}")
+
+    def on_end(self, request: Request) -> None:
+        """What the sessions go through, as far as it is worth a line."""
+        if not self._killed_s:
+            return
+        if request.outcome is not Outcome.OK:
+            self.tell(
+                f"session {request.session} {request.outcome} after {len(request.text_s)} tokens, asks again",
+                request.ended_s,
+            )
+        elif request.retry and request.answer is not None and request.ttft_s is not None:
+            answer = request.answer
+            self.tell(
+                f"session {request.session}: first token of the second try after {request.ttft_s:.2f} s; "
+                f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens were not computed",
+                request.sent_s + request.ttft_s,
+            )
+
+    def kill(self) -> float:
+        """SIGKILL to every process of the worker, as when its container is killed."""
+        pids = [p.pid for p in descendants(self._graph.pid) if p.session == self._victim.pid]
+        self._killed_s = time.monotonic()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        names = ", ".join(map(str, pids))
+        self.tell(f"kill -9 of worker {self._victim.label} in mid-stream, pids {names}", self._killed_s)
+        return self._killed_s
+
+    def watch_guard(self) -> float | None:
+        """When the guard of the victim was seen ACTIVE; None without guards."""
+        if not self._victim.guard:
+            return None
+        url = self._victim.guard_metrics_url
+        _until(
+            lambda: scrape(url).total("kvcr_guard_state", state="active") == 1,
+            f"{self._victim.guard} ACTIVE",
+            _RETURN_TIMEOUT_S,
+        )
+        active_s = time.monotonic()
+        self.tell(f"{self._victim.guard} is ACTIVE: it serves the pool alone", active_s)
+        return active_s
+
+    def watch_return(self, before: Page) -> tuple[Graph, float]:
+        """The graph with the victim's successor in it, and when that first answered through the frontend.
+
+        ``before``: what the victim's guard had counted at the kill.
+        """
+        deadline_s = time.monotonic() + _RETURN_TIMEOUT_S
+        served = before.total("kvcr_served_blocks_total")
+        pid = None
+        while time.monotonic() < deadline_s:
+            if self._victim.guard:
+                page = scrape(self._victim.guard_metrics_url)
+                self.page_at_return = page
+                now = page.total("kvcr_served_blocks_total")
+                if now > served:
+                    self.tell(f"{round(now - served)} blocks were read from the dead worker's pool")
+                served = now
+            component = self._graph.component(self._victim.name)
+            if component["pid"] not in (None, pid, self._victim.pid):
+                pid = component["pid"]
+                self.tell(f"the launcher starts worker {self._victim.label} again, pid {pid}")
+            if component["state"] == "ready" and component["instance"] and pid is not None:
+                graph = load(self._graph.run_dir)
+                if _answers(graph, graph.workers[0]):
+                    back_s = time.monotonic()
+                    self.tell(f"worker {self._victim.label} answers through the frontend again", back_s)
+                    return graph, back_s
+            time.sleep(0.1)
+        raise TimeoutError(f"worker {self._victim.name} was not back within {_RETURN_TIMEOUT_S:g} s")
+
+    def tell_returned(self, returned: Returned, first: Seen) -> None:
+        answer = returned.answer
+        same = "the same answer" if answer.text == first.answer.text else "ANOTHER ANSWER"
+        self.tell(
+            f"a prompt it knew before: first token after {answer.ttft_s:.2f} s (computed: "
+            f"{first.answer.ttft_s:.2f} s), {answer.cached_tokens} of {answer.prompt_tokens} tokens not "
+            f"computed, {returned.pulled_blocks} blocks pulled from peers, {same}"
+        )
+
+    def tell_home(self, home: Seen | None) -> None:
+        if home is not None:
+            self.tell(
+                f"the next turn of a session of worker {self._victim.label} ran on worker "
+                f"{home.worker.label}: {home.own_tokens} tokens from its own cache, "
+                f"{home.pulled_tokens} pulled, {home.computed_tokens} computed"
+            )
+
+
+def _session(graph: Graph, number: int, scale: Scale, script: _Script) -> Session:
+    return Session(
+        number + 1,
+        graph,
+        graph.workers[number % 2],
+        variant=number + 1,
+        words=scale.words,
+        max_tokens=scale.max_tokens,
+        on_end=script.on_end,
+    )
+
+
+def _guard_pages(graph: Graph) -> dict[str, Page]:
+    return {worker.name: scrape(worker.guard_metrics_url) for worker in graph.workers if worker.guard}
+
+
+def _answers(graph: Graph, worker: Worker) -> bool:
+    hello = [{"role": "user", "content": "Hello."}]
+    try:
+        ask(
+            graph.frontend_url,
+            graph.model,
+            hello,
+            max_tokens=1,
+            timeout_s=_PROBE_SILENCE_S,
+            **graph.pin(worker),
+        )
+    except RequestFailed:
+        return False
+    return True
+
+
+def _ask_again(graph: Graph, witness: list[Mapping[str, str]], max_tokens: int) -> Returned:
+    worker = graph.workers[0]
+    before = _guard_pages(graph).get(worker.name, Page())
+    answer = ask(graph.frontend_url, graph.model, witness, max_tokens=max_tokens, **graph.pin(worker))
+    after = _guard_pages(graph).get(worker.name, Page())
+    return Returned(answer, round(growth(before, after).total("kvcr_pulled_blocks_total")))
+
+
+def _go_home(graph: Graph, traffic: Load, victim: Worker, max_tokens: int) -> Seen | None:
+    session = next(s for s in traffic.sessions if s.home == victim)
+    try:
+        return observe(graph, session.messages, max_tokens=max_tokens)
+    except CountersDisagree:
+        # A probe of somebody else: nothing can be said about this one.
+        return None
+
+
+def _until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(_POLL_S)

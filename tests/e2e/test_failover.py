@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine dies while it answers: real vLLM in a graph, killed with SIGKILL, and what users see of it.
+
+One graph, one death, one return; the tests look at what was seen on the way, in this order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from demo import graph as graphs
+from demo.client import Answer, RequestFailed, RequestHung, ask
+from demo.metrics import Page, growth, scrape
+from demo.observe import observe
+from kvcr.graph.processes import descendants
+from tests.e2e.agg import PROMPT_BLOCKS, Agg, messages, prompt_tokens, running
+from tests.e2e.processes import eventually
+from tests.e2e.tiny_model import BLOCK_SIZE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+CHATS = (1, 2, 3)
+"""Seeds of the chats at home on the worker that dies."""
+KNOWN = 4
+"""A chat of that worker that nobody asks about while it is dead."""
+OTHER = 5
+"""A chat at home on the other worker."""
+SHORT = 24
+LONG = 1200
+"""Tokens of an answer that is still running when the engine is killed."""
+SILENCE_S = 120.0
+RETURN_S = 300.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """The engine was killed while it answered CHATS; the other one was answering OTHER."""
+
+    known: dict[int, Answer]
+    """What the worker had answered to CHATS and KNOWN before."""
+    broken: list[BaseException | None]
+    """How the streams of CHATS ended."""
+    other: Answer
+    again: dict[int, Answer]
+    """CHATS, asked again of whoever is left."""
+    at_death: dict[str, Page]
+    """Guards' counters by name, once the dead worker's guard was ACTIVE, before anything was asked again."""
+    after: dict[str, Page]
+
+
+@dataclass(frozen=True)
+class Return:
+    """The worker is back and was asked KNOWN."""
+
+    answer: Answer
+    computed_tokens: int
+    """By the engine's own account."""
+    guards: dict[str, Page]
+    """What the guards' counters grew by."""
+
+
+@pytest.fixture(scope="module")
+def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agg]:
+    """Two workers and our router. The last test of this file stops it."""
+    with running(tmp_path_factory.mktemp("failover")) as graph:
+        yield graph
+
+
+def guard_pages(graph: graphs.Graph) -> dict[str, Page]:
+    return {worker.guard: scrape(worker.guard_metrics_url) for worker in graph.workers}
+
+
+@pytest.fixture(scope="module")
+def death(agg: Agg) -> Death:
+    graph = agg.graph
+    victim, survivor = graph.workers
+    known = {
+        seed: observe(graph, messages(seed), max_tokens=SHORT, worker=victim).answer
+        for seed in (*CHATS, KNOWN)
+    }
+    with ThreadPoolExecutor(len(CHATS) + 1) as pool:
+        running = [Stream(pool, graph, messages(seed), victim) for seed in CHATS]
+        other = Stream(pool, graph, messages(OTHER), survivor)
+        eventually(lambda: all(s.tokens > 2 for s in [*running, other]), "all streams under way", SILENCE_S)
+        assert not any(stream.future.done() for stream in running), "nothing is in mid-stream any more"
+        kill_engine(graph, victim)
+        eventually(
+            lambda: scrape(victim.guard_metrics_url).total("kvcr_guard_state", state="active") == 1,
+            "the guard ACTIVE",
+            60.0,
+        )
+        at_death = guard_pages(graph)
+        broken = [stream.future.exception(SILENCE_S) for stream in running]
+        again = {}
+        for seed in CHATS:
+            again[seed] = ask(
+                graph.frontend_url, graph.model, messages(seed), max_tokens=SHORT, timeout_s=SILENCE_S
+            )
+        return Death(known, broken, other.future.result(SILENCE_S), again, at_death, guard_pages(graph))
+
+
+class Stream:
+    """A long answer of a worker, in a thread of ``pool``."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, graph: graphs.Graph, chat: list, worker: graphs.Worker
+    ) -> None:
+        self.tokens = 0
+
+        def count(_text: str) -> None:
+            self.tokens += 1
+
+        self.future: Future[Answer] = pool.submit(
+            ask,
+            graph.frontend_url,
+            graph.model,
+            chat,
+            max_tokens=LONG,
+            timeout_s=SILENCE_S,
+            on_text=count,
+            **graph.pin(worker),
+        )
+
+
+def kill_engine(graph: graphs.Graph, worker: graphs.Worker) -> None:
+    """SIGKILL to the engine's processes; the process that forked them, dynamo.vllm, is left to find out."""
+    engine = [p.pid for p in descendants(graph.pid) if p.session == worker.pid and p.pid != worker.pid]
+    assert engine
+    for pid in engine:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def back(agg: Agg, death: Death) -> Return:
+    old = agg.graph.workers[0]
+
+    def registered() -> bool:
+        component = agg.graph.component(old.name)
+        return component["state"] == "ready" and component["pid"] != old.pid and bool(component["instance"])
+
+    eventually(registered, "the worker restarted in place", RETURN_S)
+    graph = graphs.load(agg.graph.run_dir)
+    worker = graph.workers[0]
+    assert worker.instance_id != old.instance_id
+    engine, guards = scrape(worker.metrics_url), guard_pages(graph)
+    answer = _ask_until_served(graph, worker, KNOWN)
+    computed = growth(engine, scrape(worker.metrics_url)).total(
+        "vllm:prompt_tokens_by_source_total", source="local_compute"
+    )
+    grown = {name: growth(guards[name], page) for name, page in guard_pages(graph).items()}
+    return Return(answer, round(computed), grown)
+
+
+def _ask_until_served(graph: graphs.Graph, worker: graphs.Worker, seed: int) -> Answer:
+    """The router learns of a worker a moment after the launcher."""
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        try:
+            return ask(
+                graph.frontend_url,
+                graph.model,
+                messages(seed),
+                max_tokens=SHORT,
+                timeout_s=SILENCE_S,
+                **graph.pin(worker),
+            )
+        except RequestFailed as error:
+            if "not ready" not in str(error) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
+
+
+def test_streams_of_the_dead_engine_end_with_an_error_and_others_go_on(agg: Agg, death: Death) -> None:
+    assert all(isinstance(error, RequestFailed) for error in death.broken)
+    assert not any(isinstance(error, RequestHung) for error in death.broken)
+    assert death.other.completion_tokens == LONG
+
+
+def test_its_sessions_go_on_elsewhere_with_kv_from_its_pool(agg: Agg, death: Death) -> None:
+    victim, survivor = agg.graph.workers
+    for seed in CHATS:
+        assert death.again[seed].text == death.known[seed].text
+        assert death.again[seed].cached_tokens == PROMPT_BLOCKS * BLOCK_SIZE
+    served = growth(death.at_death[victim.guard], death.after[victim.guard])
+    pulled = growth(death.at_death[survivor.guard], death.after[survivor.guard])
+    assert served.total("kvcr_served_blocks_total") == len(CHATS) * PROMPT_BLOCKS
+    assert served.total("kvcr_served_bytes_total") == pulled.total("kvcr_pulled_bytes_total") > 0
+
+
+def test_the_guard_proved_the_death_once(agg: Agg, death: Death) -> None:
+    page = death.at_death[agg.graph.workers[0].guard]
+    assert page.total("kvcr_failovers_total") == 1
+    assert page.total("kvcr_pool_slots", state="granted") == 0
+
+
+def test_it_comes_back_and_computes_only_the_remainder_of_what_it_knew(
+    agg: Agg, death: Death, back: Return
+) -> None:
+    victim, survivor = agg.graph.workers
+    assert back.answer.text == death.known[KNOWN].text
+    assert back.answer.cached_tokens == PROMPT_BLOCKS * BLOCK_SIZE
+    assert back.computed_tokens == len(prompt_tokens(messages(KNOWN))) - PROMPT_BLOCKS * BLOCK_SIZE
+    # By copying from its own pool: no peer was asked.
+    assert back.guards[victim.guard].total("kvcr_loaded_blocks_total") == PROMPT_BLOCKS
+    assert back.guards[victim.guard].total("kvcr_pulled_blocks_total") == 0
+    assert back.guards[survivor.guard].total("kvcr_served_blocks_total") == 0
+
+
+def test_a_chat_that_only_it_knows_runs_there_again(agg: Agg, back: Return) -> None:
+    graph = graphs.load(agg.graph.run_dir)
+    seen = observe(graph, messages(KNOWN), max_tokens=SHORT)
+    assert seen.worker == graph.workers[0]
+    assert seen.pulled_blocks == 0
+
+
+def test_nothing_of_either_engine_is_left(agg: Agg, back: Return) -> None:
+    """Stops the graph: no later test of this module may use it."""
+    assert agg.serving.stop() == 0
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: not agg.leftovers(), "nothing left")
+    assert agg.leftovers() == []
