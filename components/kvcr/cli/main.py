@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from kvcr.cli import graph
 from kvcr.errors import ConfigError, KvcrError
 
 _OVERRIDE = re.compile(r"--(?P<name>kvcr|[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvcr.cli import serve
 
             return serve.run(arguments, overrides)
+        if arguments.command == "graph":
+            return graph.run(arguments)
         if arguments.command == "doctor":
             from kvcr.cli import doctor
 
@@ -73,6 +76,8 @@ def _parse(
         "--run-dir", metavar="DIR", help="logs and graph.json (default: below ~/.cache/kvcr/run)"
     )
     serve.add_argument("--print-plan", action="store_true", help="show commands and ports, start nothing")
+
+    graph.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")

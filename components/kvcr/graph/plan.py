@@ -202,6 +202,8 @@ class _Planner:
                 "DYN_REQUEST_PLANE": "tcp",
                 "DYN_SYSTEM_HOST": self._site.bind,
             }
+            if self._site.request_host:
+                env["DYN_TCP_RPC_HOST"] = self._site.request_host
         if Kind.NATS in servers:
             env |= {"NATS_SERVER": servers[Kind.NATS], "DYN_EVENT_PLANE": "nats"}
         return env
@@ -384,7 +386,7 @@ class _Planner:
             name=self._name(kind, index),
             kind=kind,
             argv=(self._site.python, "-m", module, *flags, *service.args),
-            env={**self._env, **self._request_plane(kind, index), **(env or {}), **own},
+            env={**self._env, **(env or {}), **own},
             restart=service.restart,
             start_timeout_s=service.start_timeout_s or START_TIMEOUT_S[kind],
             health_url=urls.get("health"),
@@ -408,12 +410,6 @@ class _Planner:
                 self._graph.count(component.kind),
             )
         return env
-
-    def _request_plane(self, kind: Kind, index: int) -> dict[str, str]:
-        """Where a process that serves Dynamo requests is reached by the others."""
-        return (
-            {"DYN_TCP_RPC_HOST": self._site.host(self._name(kind, index))} if kind is not Kind.GUARD else {}
-        )
 
     def _port(self, component: Component, key: str, index: int, usual: int, host: str | None = None) -> int:
         given = component.params.get(key) or 0

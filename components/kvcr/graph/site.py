@@ -59,6 +59,8 @@ class Site(abc.ABC):
     run_dir: PurePath
     bind: str
     """Address that servers listen on."""
+    request_host: str = ""
+    """Address of Dynamo's request plane; empty: the first interface, which Dynamo finds by itself."""
 
     @abc.abstractmethod
     def host(self, name: str) -> str:
@@ -97,7 +99,7 @@ class LocalSite(Site):
         self.pools = paths.pools
         self.secret = paths.secret
         self.run_dir = paths.run_dir
-        self.bind = LOOPBACK
+        self.bind = self.request_host = LOOPBACK
 
     def host(self, name: str) -> str:
         return LOOPBACK
