@@ -21,6 +21,7 @@ and a :class:`WorkerHandle` in each that computes. A guard that is absent, slow 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -76,7 +77,6 @@ __all__ = [
 Statuses = npt.NDArray[np.uint8]
 """uint8 :class:`BlockStatus`, one a key."""
 
-POLL_S = 0.001
 STANDING_BLOCKS = 256
 
 
@@ -177,8 +177,11 @@ class Kvcr:
             elif time.monotonic() >= deadline_s or not self._scheduler.connected:
                 break
             else:
-                time.sleep(POLL_S)
-        self._worker.wait_saves()
+                self._until(
+                    lambda: self._scheduler.grants_available > 0 or not self._scheduler.connected, deadline_s
+                )
+        # Past the deadline too: the blocks are the caller's again only when they are copied.
+        self._until(lambda: not self._worker.any_saving, math.inf)
         self._until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
         self._worker.take_saved_jobs()
         pending = np.flatnonzero(statuses == BlockStatus.PENDING)
@@ -381,8 +384,8 @@ class Kvcr:
         self._scheduler.close()
 
     def _until(self, done: Callable[[], bool], deadline_s: float) -> None:
-        while not done() and time.monotonic() < deadline_s:
+        def polled() -> bool:
             self.poll()
-            if done():
-                return
-            time.sleep(POLL_S)
+            return done()
+
+        self._worker.work_until(polled, deadline_s, self._scheduler.fileno)

@@ -111,6 +111,10 @@ class SchedulerHandle:
         mapping = self._link.resources
         return mapping.reader.slots if mapping is not None else 0
 
+    def fileno(self) -> int:
+        """Descriptor that has input when :meth:`poll` has something to take in; -1 without a guard."""
+        return self._link.fileno()
+
     def poll(self) -> None:
         """Take in what the guard said and top up the standing grants. Call once a step."""
         messages = self._link.receive()

@@ -30,6 +30,7 @@ from kvcr.client.link import GuardLink
 from kvcr.client.loads import Load
 from kvcr.client.mapping import PoolMapping, map_region
 from kvcr.client.memory import BlockMemory
+from kvcr.client.turns import Turns
 from kvcr.config import EngineConfig
 from kvcr.errors import Refused
 from kvcr.layout import Layout
@@ -126,6 +127,7 @@ class WorkerHandle:
         self._attached: PoolMapping | None = None
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._turns = Turns(lambda: not (self._loads or self._saves or self._fills.unsent))
         self._link: GuardLink[PoolMapping] = GuardLink(
             find_socket=lambda: find_socket(config),
             hello=msg.Hello(
@@ -204,6 +206,11 @@ class WorkerHandle:
         """Whether saves of this request are queued or running."""
         return request_id in self._saving
 
+    @property
+    def any_saving(self) -> bool:
+        """Whether any save is queued or running."""
+        return bool(self._saving)
+
     def take_saved_jobs(self) -> list[int]:
         """Ids of save jobs whose blocks are the engine's again, copied or not."""
         if not self._saved_jobs:
@@ -224,6 +231,20 @@ class WorkerHandle:
                     self._closing or (not self._saving if wanted is None else wanted.isdisjoint(self._saving))
                 )
             )
+
+    def work_until(
+        self, done: Callable[[], bool], deadline_s: float, also: Callable[[], int] = lambda: -1
+    ) -> None:
+        """Do the copy thread's work on the calling thread, until ``done()`` or, on the monotonic clock, the
+        deadline. For callers that would only wait. Input on the descriptor ``also()`` may change ``done()``.
+        """
+        with self._turns.borrowed():
+            while not done():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0.0:
+                    return
+                if not self._work() and not done():
+                    self._sleep(min(left_s, RETRY_S), also())
 
     def take_counters(self) -> WorkerCounters:
         with self._lock:
@@ -259,7 +280,7 @@ class WorkerHandle:
         os.close(self._wake)
 
     def _ring(self) -> None:
-        if not self._closing or self._thread.is_alive():
+        if (not self._closing or self._thread.is_alive()) and self._turns.call():
             os.eventfd_write(self._wake, 1)
 
     def _count_failures(self, result: LoadResult) -> None:
@@ -273,25 +294,33 @@ class WorkerHandle:
 
     def _run(self) -> None:
         while not self._closing:
-            try:
-                self._hear()
-                if not self._step_load() and not self._step_save():
-                    self._fills.send(self._link.send)
-                    self._sleep()
-            except Exception:
-                # The thread is the only one that ends copies: dying here would leave requests to their
-                # deadlines for ever after. What it was doing is dropped and the cause is told.
-                logger.exception("copy thread: dropping the current job")
-                self._drop_current()
+            self._turns.await_own()
+            with self._turns.lock:
+                busy = self._work()
+            if not busy:
+                waiting = bool(self._loads) or self._fills.unsent or not self._listed
+                self._sleep(RETRY_S if waiting else self._heartbeat_s or None)
 
-    def _sleep(self) -> None:
+    def _work(self) -> bool:
+        """Hear the guard, copy one step; False when there is nothing to copy."""
+        try:
+            self._hear()
+            if self._step_load() or self._step_save():
+                return True
+            self._fills.send(self._link.send)
+            return False
+        except Exception:
+            # Nobody else ends copies: dying here would leave requests to their deadlines for ever after.
+            # What was being done is dropped and the cause is told.
+            logger.exception("copy thread: dropping the current job")
+            self._drop_current()
+            return True
+
+    def _sleep(self, patience_s: float | None, also: int = -1) -> None:
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        descriptor = self._link.fileno()
-        if descriptor >= 0:
-            poller.register(descriptor, select.POLLIN)
-        waiting = bool(self._loads) or self._fills.unsent or not self._listed
-        patience_s = RETRY_S if waiting else self._heartbeat_s or None
+        for descriptor in (self._wake, self._link.fileno(), also):
+            if descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
         poller.poll(None if patience_s is None else 1000 * patience_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)

@@ -327,6 +327,8 @@ class Guard:
         )
         self.canary = Canary(self.local, pool.slots, self.incarnation)
         self.plugins = plugins.load(self._plugin_entries, self.local, self._movers, self.loop.post)
+        for rank in ranks:
+            pool.data(rank).populate_aside()
         self._evicted = {}
         self.peer_context = PeerContext(
             loop=self.loop,

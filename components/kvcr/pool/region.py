@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,10 +21,17 @@ from kvcr.pool.state import I32, U8, U64, as_slots
 if TYPE_CHECKING:
     from kvcr.pool.reader import PoolReader
 
-# linux/mman.h; Python 3.11 does not name them. They fill the page table in one call, so that the first
-# copies do not fault page by page.
+# linux/mman.h; Python 3.11 does not name them. They fill the page table many pages at a time: a first copy
+# that faults page by page takes twice as long.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+
+_POPULATE_BYTES = 16 << 20
+"""Filled at once: a millisecond or a few."""
+
+# mmap.madvise keeps the GIL, for minutes where a region has hundreds of gigabytes.
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RegionInfo(NamedTuple):
@@ -43,10 +51,14 @@ class DataRegion:
     and the spare rows behind it, which the guard tries transports with.
     """
 
-    def __init__(self, mapping: mmap.mmap, slots: int, layout: Layout, rank: int) -> None:
+    def __init__(
+        self, mapping: mmap.mmap, slots: int, layout: Layout, rank: int, *, writable: bool, sparse: bool
+    ) -> None:
         self.rank = rank
         self.layout = layout
         self._mapping = mapping
+        self._writable = writable
+        self._sparse = sparse
         count = slots + SPARE_ROWS
         self.rows: U8 = np.frombuffer(mapping, dtype=np.uint8, count=count * layout.slot_part_bytes).reshape(
             count, layout.slot_part_bytes
@@ -96,11 +108,29 @@ class DataRegion:
                 offset=rank * geometry.region_bytes,
             )
         mapping.madvise(mmap.MADV_DONTFORK)
+        sparse = status.st_blocks * 512 < status.st_size
+        region = cls(mapping, geometry.slots, layout, rank, writable=writable, sparse=sparse)
+        if populate:
+            region.populate()
+        return region
+
+    def populate(self) -> None:
+        """Fill the page table, where the kernel can, until done or :meth:`close`. Any thread, without the GIL."""
         # Populating a hole of a sparse file would allocate it.
-        if populate and status.st_blocks * 512 >= status.st_size:
-            with contextlib.suppress(OSError):
-                mapping.madvise(_MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
-        return cls(mapping, geometry.slots, layout, rank)
+        if self._sparse:
+            return
+        # Held, so that the addresses stay ours.
+        array = self.rows
+        advice = _MADV_POPULATE_WRITE if self._writable else _MADV_POPULATE_READ
+        for start in range(0, array.nbytes, _POPULATE_BYTES):
+            if not len(self.rows):
+                return
+            if _madvise(self.address + start, min(_POPULATE_BYTES, array.nbytes - start), advice):
+                return
+
+    def populate_aside(self) -> None:
+        """:meth:`populate` on a thread of its own, which does not keep the process."""
+        threading.Thread(target=self.populate, name="kvcr-populate", daemon=True).start()
 
     @property
     def info(self) -> RegionInfo:

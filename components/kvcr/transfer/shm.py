@@ -48,8 +48,11 @@ class ShmTransport:
         if self._reader.layout.ranks != len(local.arrays):
             raise LayoutMismatch(f"the pool in {pool_dir} has {self._reader.layout.ranks} ranks")
         self._regions = [
-            DataRegion.open(pool_dir, self._reader, rank, writable=False) for rank in range(len(local.arrays))
+            DataRegion.open(pool_dir, self._reader, rank, writable=False, populate=False)
+            for rank in range(len(local.arrays))
         ]
+        for region in self._regions:
+            region.populate_aside()
         self._local = local
         self._movers = movers
 
