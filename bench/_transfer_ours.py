@@ -12,21 +12,19 @@ import ctypes
 import itertools
 import json
 import os
-import selectors
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcr.api import BlockKey, BlockStatus, EngineConfig, HostBlockMemory, Kvcr, SchedulerHandle, Source
+from kvcr.api import BlockKey, BlockStatus, EngineConfig, HostBlockMemory, Kvcr, Source
 from kvcr.keys import pack_keys
 from kvcr.layout import Layout
 from kvcr.pool import DataRegion, PoolReader
@@ -89,7 +87,9 @@ class Guard:
         assert self.process.stdout is not None
         self.ready: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
         if not self.ready:
-            raise RuntimeError(f"guard {name} did not start: {(directory / f'{name}.log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"guard {name} did not start: {(directory / f'{name}.log').read_text()[-2000:]}"
+            )
 
     @property
     def control(self) -> str:
@@ -171,7 +171,7 @@ def directory() -> Iterator[Path]:
 
 
 def pulls(block_bytes: int, transport: str, reps: dict[int, int]) -> dict[int, Times]:
-    """``reps[n]`` pulls of ``n`` blocks that the puller has never had, each after a memcpy of the same blocks."""
+    """``reps[n]`` pulls of ``n`` blocks that the puller never had, each after a memcpy of the same blocks."""
     total = sum(count * (times + 1) for count, times in reps.items())
     keys = chain(f"pull-{block_bytes}-{transport}", total)
     slots = total * 9 // 8 + 64
@@ -184,8 +184,7 @@ def pulls(block_bytes: int, transport: str, reps: dict[int, int]) -> dict[int, T
         stack.enter_context(contextlib.closing(puller.kv))
         holder.deposit(keys)
         copy = stack.enter_context(contextlib.closing(Memcpy(source.pool_dir, block_bytes)))
-        numbers, at = itertools.count(), itertools.count()
-        del at
+        numbers = itertools.count()
         taken = 0
         result: dict[int, Times] = {}
         for count, times in reps.items():
@@ -221,12 +220,3 @@ def require_same_bytes(engine: Engine, keys: Sequence[BlockKey]) -> None:
     for row, key in enumerate(keys):
         if engine.blocks[row, :16].tobytes() != key or engine.blocks[row, 16:].any():
             raise RuntimeError(f"block {row} has not the bytes that were deposited")
-
-
-if __name__ == "__main__":
-    block_bytes = int(sys.argv[1])
-    for transport in sys.argv[2].split(","):
-        found = pulls(block_bytes, transport, {1: 60, 8: 10, 32: 6, 64: 3})
-        for count, row in found.items():
-            m, p = statistics.median(row["memcpy"]), statistics.median(row["pull"])
-            print(transport, block_bytes, count, f"pull med {p*1e6:.0f} min {min(row['pull'])*1e6:.0f} us memcpy {m*1e6:.0f} ratio {statistics.median(a/b for a,b in zip(row['memcpy'],row['pull'])):.2f}", flush=True)

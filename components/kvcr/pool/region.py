@@ -115,7 +115,7 @@ class DataRegion:
         return region
 
     def populate(self) -> None:
-        """Fill the page table, where the kernel can, until done or :meth:`close`. Any thread, without the GIL."""
+        """Fill the page table, where the kernel can, until done or closed. Any thread, without the GIL."""
         # Populating a hole of a sparse file would allocate it.
         if self._sparse:
             return
