@@ -47,7 +47,7 @@ class RouterComponent:
         self._runtime = runtime
         self._metrics = Metrics()
         self._workers = WorkerTable(settings.block_size)
-        self._guards = GuardDirectory()
+        self._guards = GuardDirectory(domain_required=settings.domain_required)
         self._index = LocationIndex(max_blocks=settings.index_blocks)
         self._ledger = Ledger()
         self._costs = CostModel(settings.costs)
@@ -130,6 +130,7 @@ class RouterComponent:
             overlap=overlap.blocks,
             silent=self._inventory.silent,
             deadline_ms=self._settings.deadline_ms,
+            router=self._name,
         )
 
         async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
@@ -217,6 +218,8 @@ class RouterComponent:
             self._costs.relax(now_s - last_s)
             self._workers.expire(now_s)
             last_s = now_s
+            # Averages need samples also while nothing is planned.
+            self._ledger.loads(now_s)
             alive = set(client.instance_ids())
             for worker_id in self._alive - alive:
                 self._forget_worker(worker_id)
@@ -276,7 +279,7 @@ class RouterComponent:
         metrics, now = self._metrics, time.monotonic()
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
-        metrics.index_dropped.set(self._index.dropped_blocks)
+        metrics.index_evicted.set(self._index.evicted_blocks)
         for state in _GUARD_STATES:
             metrics.guards.labels(state.lower()).set(self._failovers.counts()[state])
         alive = set(self._alive)

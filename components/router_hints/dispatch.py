@@ -211,6 +211,9 @@ class _Attempt:
 
     def _learn(self, seconds: float) -> None:
         books, made, target = self._books, self._placed.plan, self._placed.target
+        if made.chosen.wait_s > 0 and not made.sources:
+            alone_s = made.chosen.fetch_s + made.chosen.prefill_s + made.chosen.load_s
+            books.costs.observe_wait(made.rank, made.chosen.wait_s, seconds - alone_s)
         if made.chosen.wait_s > 0 or made.chosen.load_s > 0:
             # It shared the worker with others: its time says nothing about prefill or copies.
             return
@@ -220,7 +223,10 @@ class _Attempt:
         elif len(asked) == 1 and target is not None:
             ((source, byte_count),) = asked.items()
             link = books.guards.topology.link(source, target.name)
-            books.costs.observe_copy(source, target.name, link, byte_count, seconds - made.chosen.prefill_s)
+            loaded_s = byte_count / books.costs.settings.load_bytes_per_s
+            books.costs.observe_copy(
+                source, target.name, link, byte_count, seconds - made.chosen.prefill_s - loaded_s
+            )
 
 
 def _with_plan(request: dict[str, Any], placed: Placed) -> dict[str, Any]:

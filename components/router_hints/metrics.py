@@ -71,9 +71,9 @@ class Metrics:
         self.index_blocks = Gauge(
             "kvcr_router_index_blocks", "Blocks indexed for a guard", ["guard"], registry=registry
         )
-        self.index_dropped = Gauge(
-            "kvcr_router_index_dropped_blocks",
-            "Blocks not indexed because the index is full",
+        self.index_evicted = Gauge(
+            "kvcr_router_index_evicted_blocks",
+            "Blocks evicted from the index because it is full, since the start",
             registry=registry,
         )
         self.index_resyncs = Counter(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
 from router_hints.cards import WorkerCard
 from router_hints.costs import CostModel, Rank
 from router_hints.guards import Guard, GuardDirectory
+from router_hints.heat import Heat
 from router_hints.hints import build_envelope
 from router_hints.index import IndexView, LocationIndex
 from router_hints.ledger import Ledger
@@ -53,6 +54,7 @@ class Placement:
         overlap: Overlap,
         silent: Callable[[], Collection[str]],
         deadline_ms: float,
+        router: str,
     ) -> None:
         """``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
         ``silent()`` the guards that must not be sources."""
@@ -66,6 +68,8 @@ class Placement:
         self._overlap = overlap
         self._silent = silent
         self._deadline_ms = deadline_ms
+        self._router = router
+        self._heat = Heat()
 
     async def place(self, prompt: Prompt, without: Iterable[int] = ()) -> Placed:
         """Plan for ``prompt``, on no worker in ``without``. Raises :class:`router_hints.planner.NoWorker`."""
@@ -74,6 +78,8 @@ class Placement:
         view = prompt.view(uuid.uuid4().hex, self._workers.block_size)
         candidates = self._candidates(g1_blocks, without)
         chains = self._chains(prompt, view.reusable_blocks)
+        first_space = pack_keys(next(iter(chains.values()), []))
+        view = replace(view, router=self._router, rates_per_s=self._heat.seen(first_space, time.monotonic()))
         made = plan(
             view,
             [worker for worker, _ in candidates],
@@ -115,6 +121,7 @@ class Placement:
             guard=guard.name if guard is not None else "",
             taints=card.taints,
             max_requests=card.max_requests,
+            kv_blocks=card.kv_blocks,
         )
 
     def _chains(self, prompt: Prompt, blocks: int) -> dict[KeySpace, list[BlockKey]]:

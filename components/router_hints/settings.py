@@ -36,6 +36,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     index_blocks: int
     deadline_ms: float
     kept_plans: int
+    domain_required: bool
     costs: costs.Settings
 
 
@@ -76,8 +77,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
     for name, text in (
         ("prefill_tokens_per_s", "prefill speed of a worker"),
         ("host_bytes_per_s", "copy between guards on one host"),
-        ("domain_bytes_per_s", "copy inside an RDMA domain, or where nothing is known"),
-        ("far_bytes_per_s", "copy between RDMA domains"),
+        ("domain_bytes_per_s", "copy inside an RDMA domain, or where nobody names domains"),
+        ("zone_bytes_per_s", "copy between RDMA domains of one zone"),
+        ("far_bytes_per_s", "copy between zones"),
+        ("load_bytes_per_s", "pool to engine memory"),
+        ("copy_budget_bytes_per_s", "bytes that all copies together may take in a second, 0 for any"),
         ("copy_latency_s", "fixed cost of a copy"),
         ("decode_s", "slow-down of a prefill by each running request"),
     ):
@@ -87,6 +91,18 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
             default=getattr(defaults, name),
             help=text + " (%(default)s)",
         )
+    costing.add_argument(
+        "--max-replicas",
+        type=int,
+        default=defaults.max_replicas,
+        help="guards that keep copies of one prefix; more fetch it for one request (%(default)s), 0 for any",
+    )
+    costing.add_argument(
+        "--topology",
+        choices=("preferred", "required"),
+        default="preferred",
+        help="required: no copy between RDMA domains, whatever it would gain (%(default)s)",
+    )
     options = vars(parser.parse_args(arguments))
     _check(options)
     _check_system_port(env("DYN_SYSTEM_PORT", ""))
@@ -108,6 +124,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         index_blocks=options["index_blocks"],
         deadline_ms=options["deadline_ms"],
         kept_plans=options["explain_plans"],
+        domain_required=options["topology"] == "required",
         costs=costs.Settings(**{name: options[name] for name in cost_names}),
     )
 
@@ -116,10 +133,17 @@ def _check(options: Mapping[str, float]) -> None:
     for name in ("block_size", "index_blocks", "deadline_ms", "explain_plans"):
         if options[name] <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]}")
-    for name in ("prefill_tokens_per_s", "host_bytes_per_s", "domain_bytes_per_s", "far_bytes_per_s"):
+    for name in (
+        "prefill_tokens_per_s",
+        "host_bytes_per_s",
+        "domain_bytes_per_s",
+        "zone_bytes_per_s",
+        "far_bytes_per_s",
+        "load_bytes_per_s",
+    ):
         if options[name] <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]:g}")
-    for name in ("copy_latency_s", "decode_s"):
+    for name in ("copy_latency_s", "decode_s", "copy_budget_bytes_per_s", "max_replicas"):
         if options[name] < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {options[name]:g}")
 
