@@ -172,7 +172,8 @@ class EngineServer:
             case Reserve():
                 self._reserve(pool, message, member)
             case Return():
-                self._deposits.returned(message, member.rank if member.role is Role.WORKER else None)
+                if message.epoch == pool.epoch:
+                    pool.give_back(i32(message.slots), u64(message.generations))
             case Holding():
                 self._holding(pool, message, member)
             case Alive():
