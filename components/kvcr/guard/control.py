@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import select
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvcr.errors import ConfigError
 from kvcr.guard.addresses import is_loopback, split_host
@@ -206,7 +206,9 @@ class ControlClient:
         self._port.close()
 
     def _observed(self, frames: list[bytes]) -> None:
-        event = zmq.Event(parse_monitor_message(frames)["event"])
+        # zmq.utils.monitor would do this, and import asyncio for it.
+        (number,) = struct.unpack_from("=H", frames[0])
+        event = zmq.Event(number)
         if not self._lost and event is not zmq.Event.MONITOR_STOPPED:
             self._lost = True
             self._on_lost(str(event.name).lower().replace("_", " "))

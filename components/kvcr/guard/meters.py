@@ -24,6 +24,10 @@ class Meters:
         )
         self.served_bytes = counter("kvcr_served_bytes_total", "Bytes peers read from here.", ["transport"])
         self.deposited_blocks = counter("kvcr_deposited_blocks_total", "Blocks the engine stored.")
+        self.returned_blocks = counter(
+            "kvcr_returned_blocks_total",
+            "Granted slots that the engine gave back, filled on no rank or on some.",
+        )
         self.deposited_bytes = counter("kvcr_deposited_bytes_total", "Bytes the engine stored.")
         self.loaded_blocks = counter("kvcr_loaded_blocks_total", "Blocks the engine loaded.")
         self.loaded_bytes = counter("kvcr_loaded_bytes_total", "Bytes the engine loaded, all ranks.")

@@ -361,6 +361,12 @@ class Pool:
         self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
         return mask
 
+    def still_granted(self, slots: I32, generations: U64) -> Mask:
+        """Whether each slot is granted in that generation; True once for a slot that is named twice."""
+        mask = np.zeros(len(slots), dtype=np.bool_)
+        mask[self._select(slots, generations, SlotState.GRANTED)] = True
+        return mask
+
     def touch(self, slots: I32, now_s: float) -> None:
         """Count a use of READY slots now, for eviction."""
         self._last_used_s[self._in_state(slots, SlotState.READY)] = now_s
