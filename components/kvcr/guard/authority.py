@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
-from kvcr.errors import LayoutMismatch, PoolCorrupt, ProtocolError
+from kvcr.errors import LayoutMismatch, PoolBusy, PoolCorrupt, ProtocolError
 from kvcr.guard import addresses
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
@@ -39,7 +39,7 @@ from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
-from kvcr.pool import META, FileLock, Pool, boot_id
+from kvcr.pool import META, FileLock, Pool, boot_id, is_dead
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Heartbeat, Inventory, StateChange
@@ -47,7 +47,8 @@ from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.transfer import plugins
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.nixl import NixlThread
+from kvcr.transfer.nixl import NixlProcess
+from kvcr.transfer.nixl_messages import LOCK as NIXL_LOCK
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ thread for 200,000 blocks."""
 
 MOVERS = 2
 CLOSE_S = 0.4
+
+LANDING_S = 5.0
+"""The kernel ends a NIXL process with its guard, within milliseconds."""
 
 
 class Guard:
@@ -120,7 +124,7 @@ class Guard:
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
-        self._nixl: NixlThread | None = None
+        self._nixl: NixlProcess | None = None
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._lonely_since_s: float | None = time.monotonic()
         self._next_links_s = 0.0
@@ -212,11 +216,11 @@ class Guard:
         for member in list(self.seat.members):
             member.connection.close()
         self._movers.close(CLOSE_S)
-        if self._nixl is not None:
-            self._nixl.close(CLOSE_S)
         self._close_plugins()
-        self._zmq.destroy(linger=0)
         remove = self.lingered or self.config.remove_pool_on_exit
+        if self._nixl is not None:
+            self._nixl.close(CLOSE_S, unlink=remove)
+        self._zmq.destroy(linger=0)
         if self.pool is not None:
             self.pool.close(unlink=remove)
         elif self._lock is not None:
@@ -310,14 +314,26 @@ class Guard:
             except PoolCorrupt as error:
                 log.error("the pool in %s cannot be used and will be replaced: %s", directory, error)
             else:
-                # What the guard before was pulling ended with its process.
+                # What the guard before was pulling ended with its processes.
+                self._wait_for_landings(directory)
                 pool.reclaim_writer("")
                 self._use(pool)
+                self._scrubber.found(pool)
                 self.seat.found(pool)
                 log.info("attached to %s: %s", directory, pool.recovery)
                 return
         self._lock = FileLock(directory / GUARD_LOCK)
         self._lock.acquire()
+
+    def _wait_for_landings(self, directory: Path) -> None:
+        """Until nothing of the guard before can write to the pool. Raises PoolBusy when that does not end."""
+        patience_s = time.monotonic() + LANDING_S
+        while not is_dead(directory / NIXL_LOCK):
+            if time.monotonic() > patience_s:
+                raise PoolBusy(
+                    f"{directory / NIXL_LOCK} is held: the NIXL process of the last guard still lives; end it"
+                )
+            time.sleep(0.01)
 
     def _use(self, pool: Pool) -> None:
         ranks = range(pool.layout.ranks)
@@ -376,7 +392,8 @@ class Guard:
         self._server.end_all()
         self.peers.close()
         if self._nixl is not None:
-            self._nixl.close(CLOSE_S)
+            # It writes to the files of the old pool, if at all, and is on its way out.
+            self._nixl.close(0.0)
             self._nixl = None
         self.inventory.all_removed(self._pool)
         self._past_epoch = max(self._past_epoch, self._pool.epoch)
@@ -392,15 +409,17 @@ class Guard:
                 log.exception("closing a transport plugin failed")
         self.plugins = {}
 
-    def nixl(self) -> NixlThread:
-        """The NIXL thread, started at the first call. There must be a pool."""
+    def nixl(self) -> NixlProcess:
+        """Made at the first call. There must be a pool."""
         if self._nixl is None:
             assert self.local is not None
-            self._nixl = NixlThread(
+            self._nixl = NixlProcess(
                 f"{self.name}-{self.incarnation:x}",
+                Path(self.pool_dir),
+                self.incarnation,
                 self.local,
                 self._movers,
-                self.loop.post,
+                self.loop,
                 self.config.nixl_backend,
                 self.config.nixl_params,
             )
@@ -578,6 +597,7 @@ class Guard:
             },
             "peers": self.peers.status(),
             "pulls": self._fetches.status(),
+            "nixl": self._nixl.status() if self._nixl is not None else None,
             "leases": self._server.lease_count,
             "inventory_sequence": self.inventory.sequence,
         }
@@ -656,6 +676,7 @@ class Guard:
                 )
         if pool is not None:
             self.meters.epoch.set(pool.epoch)
+            self.meters.nixl_restarts.set(self._nixl.restarts if self._nixl is not None else 0)
             for slot_state, count in pool.counts().items():
                 self.meters.pool_slots.set(count, state=slot_state.name.lower())
 

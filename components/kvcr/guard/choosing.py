@@ -23,7 +23,7 @@ from kvcr.protocol.peer import Leased, PeerWelcome, Release
 from kvcr.transfer import nixl
 from kvcr.transfer.base import LocalRegions, Transport
 from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.nixl import NixlThread, NixlTransport
+from kvcr.transfer.nixl import NixlProcess, NixlTransport
 from kvcr.transfer.plugins import Plugin
 from kvcr.transfer.shm import ShmTransport
 
@@ -56,8 +56,8 @@ class PeerContext:
     movers: MoverPool
     meters: Meters
     nixl_backend: str
-    nixl: Callable[[], NixlThread]
-    """The NIXL thread, started at the first call."""
+    nixl: Callable[[], NixlProcess]
+    """Made at the first call."""
     plugins: dict[str, Plugin]
     """Loaded transports of other makers, by name."""
 

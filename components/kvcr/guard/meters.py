@@ -38,6 +38,14 @@ class Meters:
             "kvcr_failed_blocks_total", "Fetched blocks that did not arrive.", ["status"]
         )
         self.fetches = counter("kvcr_fetches_total", "Fetches that ended: ok, partial or none.", ["result"])
+        self.quarantined_slots = counter(
+            "kvcr_quarantined_slots_total",
+            "Slots taken out of use, as a read that was given up may still land.",
+        )
+        self.requalified_slots = counter(
+            "kvcr_requalified_slots_total", "Of those, slots in use again, as nothing can land any more."
+        )
+        self.nixl_restarts = gauge("kvcr_nixl_restarts", "Times the NIXL process ended or had to be ended.")
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])

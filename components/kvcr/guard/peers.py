@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -52,6 +53,13 @@ UNIX_TIMEOUT_S = 0.3
 """After it the conversation stays on ZMQ."""
 
 BACKOFF_S = 0.2
+
+PROBE_S = 10.0
+"""A peer that was silent is skipped until it answers a hello. That waits in its queue: a peer that was paused
+is used again as soon as it runs. After this long the hello is sent again, on a new connection."""
+
+PROBED_FOR_S = 60.0
+"""After the last wish to use it; then a silent peer is only asked again with the next wish."""
 
 MAX_LINKS = 1024
 """Hints name endpoints; the link opened first makes room."""
@@ -111,6 +119,9 @@ class PeerLink:
         self._waiting: list[Callable[[str], None]] = []
         self._ops = itertools.count(1)
         self._not_before_s = 0.0
+        self._silent = False
+        """It did not answer in time, and has not since."""
+        self._wished_s = 0.0
         self._unix_is_other = False
         self._unix_tried = False
         self._chooser: Chooser | None = None
@@ -124,9 +135,17 @@ class PeerLink:
         return self._welcome.name if self._welcome else self.record.name
 
     def when_ready(self, now_s: float, done: Callable[[str], None]) -> None:
-        """``done("")`` once leases can be asked for, ``done(reason)`` when that fails. Opens the link."""
+        """``done("")`` once leases can be asked for, ``done(reason)`` when that fails. Opens the link.
+
+        Of a peer that was silent, ``done(reason)`` at once: it costs one pull its time, not every pull.
+        """
+        self._wished_s = now_s
         if self.transport is not None:
             done("")
+        elif self._silent:
+            if self._channel is None:
+                self._open()
+            done(self.reason)
         elif self._channel is None and now_s < self._not_before_s:
             done(self.reason)
         else:
@@ -177,6 +196,16 @@ class PeerLink:
             rate = blocks / seconds
             self.blocks_per_s = rate if self.blocks_per_s is None else 0.7 * self.blocks_per_s + 0.3 * rate
 
+    def suspect(self, reason: str) -> None:
+        """Its bytes do not come: skip it until it answers a hello, which also tells what changed there."""
+        if self.transport is not None:
+            self._lost(reason, silent=True)
+
+    @property
+    def silent(self) -> bool:
+        """Skipped, as it did not answer in time and has not since."""
+        return self._silent
+
     def close(self) -> None:
         self._lost("closed")
 
@@ -193,6 +222,7 @@ class PeerLink:
             "rejected": self.rejected,
             "canary_bytes_per_s": round(outcome.bytes_per_s) if outcome else 0,
             "reason": "" if self.ready else self.reason or "not ready: opening",
+            "silent": self._silent,
             "blocks_per_s": self.blocks_per_s,
         }
 
@@ -313,6 +343,7 @@ class PeerLink:
             return
         self.transport, self.way, self.outcome = best.transport, best.way, best.outcome
         self.reason = ""
+        self._silent = False
         if self.blocks_per_s is None:
             # What is measured of pulls adjusts it.
             self.blocks_per_s = best.outcome.blocks / max(best.outcome.seconds, 1e-6)
@@ -334,7 +365,7 @@ class PeerLink:
         self._request(
             message.op,
             message,
-            NIXL_TIMEOUT_S if want else ANSWER_TIMEOUT_S,
+            PROBE_S if self._silent else NIXL_TIMEOUT_S if want else ANSWER_TIMEOUT_S,
             lambda reply, reason: done(reply if isinstance(reply, PeerWelcome) else None, reason),
         )
 
@@ -403,7 +434,8 @@ class PeerLink:
             done(None, self.reason)
             return
         # A peer that does not answer may be paused with our messages queued: the link starts afresh.
-        timer = self._context.loop.later(timeout_s, lambda: self._lost(f"no answer within {timeout_s:.2f} s"))
+        reason = f"no answer within {timeout_s:.2f} s"
+        timer = self._context.loop.later(timeout_s, lambda: self._lost(reason, silent=True))
         self._pending[op] = _Pending(done, timer)
         self._channel.send(to_server.encode(message))
 
@@ -436,9 +468,13 @@ class PeerLink:
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
         return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks))
 
-    def _lost(self, reason: str) -> None:
-        """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again."""
+    def _lost(self, reason: str, *, silent: bool = False) -> None:
+        """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.
+
+        ``silent``: it did not answer. That is found out by a hello of its own, and by nobody's pull.
+        """
         self.reason = reason
+        self._silent = silent
         self._unix_tried = False
         self.way = self.outcome = None
         chooser, self._chooser = self._chooser, None
@@ -458,6 +494,8 @@ class PeerLink:
             entry.done(None, reason)
         for done in waiting:
             done(reason)
+        if silent and self._channel is None and time.monotonic() - self._wished_s < PROBED_FOR_S:
+            self._open()
 
 
 class Peers:

@@ -39,7 +39,7 @@ from kvcr.protocol.peer import (
     ToClient,
     ToServer,
 )
-from kvcr.transfer.nixl import NixlIdentity, NixlThread
+from kvcr.transfer.nixl import NixlIdentity, NixlProcess
 from kvcr.transfer.plugins import Plugin
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Host(Protocol):
     canary: Canary | None
     plugins: dict[str, Plugin]
 
-    def nixl(self) -> NixlThread: ...
+    def nixl(self) -> NixlProcess: ...
 
 
 @dataclass(slots=True)

@@ -331,6 +331,11 @@ class Pool:
         self._set(granted, SlotState.QUARANTINED, generations_of(self._meta.control[granted]))
         return len(ready) + len(granted)
 
+    def quarantined(self) -> Granted:
+        """The slots in quarantine, and their generations."""
+        slots = np.flatnonzero(states_of(self._meta.control) == SlotState.QUARANTINED).astype(np.int32)
+        return Granted(slots, generations_of(self._meta.control[slots]))
+
     def requalify(self, slots: I32, generations: U64) -> int:
         """Free quarantined slots that nothing can write to any more, unless leased. Returns how many were."""
         chosen = as_slots(slots)[self._select(slots, generations, SlotState.QUARANTINED)]
