@@ -60,7 +60,7 @@ def main(arguments: str) -> int:
             settings.backend,
             settings.params,
             reader.layout,
-            regions[0].array.shape[0],
+            len(regions[0].rows),
             [region.address for region in regions],
             sock,
         )
