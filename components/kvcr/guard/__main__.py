@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load(GuardConfig, _settings(arguments), "settings")
         go_first(config.nice)
+        _allow_descriptors()
         # After that: where engines keep every core busy, importing takes longer than attaching to the pool.
         from kvcr.guard.authority import Guard
 
@@ -70,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "control": guard.control_endpoint,
                 "metrics": guard.metrics_endpoint,
                 "public_key": guard.public_key.hex(),
+                "boot_id": guard.place.boot_id,
+                "net_namespace": guard.place.net_namespace,
                 "pid": os.getpid(),
             }
         ),
@@ -106,6 +110,13 @@ class _Cluster:
             self._running = cluster.start(GuardView(self._guard, os.getpid()))
         except Exception:
             log.exception("the guard serves its engine and static peers, and does not join the cluster")
+
+
+def _allow_descriptors() -> None:
+    """As many as are ours for the asking: the default of 1,024 is little for a guard with many peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _settings(arguments: list[str] | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from kvcr.errors import LayoutMismatch, PoolBusy, PoolCorrupt, ProtocolError
 from kvcr.guard import addresses
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
-from kvcr.guard.connection import Connection, listen_unix
+from kvcr.guard.connection import FIRST_MESSAGE_S, Connection, Listener
 from kvcr.guard.control import ControlServer
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.engines import EngineServer
@@ -31,6 +30,7 @@ from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Peers
+from kvcr.guard.probing import Prober
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.serving import Caller, PeerServer
@@ -149,11 +149,17 @@ class Guard:
             min(TICK_S, config.fence_after_s / 4),
         )
         self._server = PeerServer(
-            self, self.loop, self.inventory, self.meters, self._scrubber, config.lease_ms
+            self,
+            self.loop,
+            self.inventory,
+            self.meters,
+            self._scrubber,
+            config.lease_ms,
+            Prober(lambda: self.peer_context),
         )
         make_dir(Path(self.pool_dir))
         self._attach()
-        self._listener = listen_unix(self.unix_socket)
+        self._listener = Listener(self.loop, self.unix_socket, self._welcome, self._refused)
         self._control = ControlServer(
             self.loop,
             self._zmq,
@@ -165,7 +171,6 @@ class Guard:
         )
         self.control_endpoint = self._control.endpoint
         self.public_key = self._control.public_key
-        self.loop.register(self._listener.fileno(), select.EPOLLIN, lambda _: self._accept())
         self.meters.registry.before_render(self._refresh_gauges)
         if config.metrics_port >= 0:
             port = serve_metrics(self.meters.registry, config.metrics_host, config.metrics_port)
@@ -209,9 +214,6 @@ class Guard:
         self._fetches.stop_all()
         self.peers.close()
         self._control.close()
-        self.loop.unregister(self._listener.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.unix_socket)
         self._listener.close()
         for member in list(self.seat.members):
             member.connection.close()
@@ -443,22 +445,18 @@ class Guard:
 
     # --- sockets ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                log.warning("accept on %s: %s", self.unix_socket, error)
-                return
-            self._welcome(sock)
-
     def _welcome(self, sock: socket.socket) -> None:
         """Until its first message, a connection may be an engine's or a guard's."""
         speaker: list[Member | Caller] = []
 
         def received(connection: Connection, raw: memoryview) -> None:
+            try:
+                hear(connection, raw)
+            except ProtocolError:
+                self._refused("malformed")
+                raise
+
+        def hear(connection: Connection, raw: memoryview) -> None:
             if not speaker:
                 self._first_message(connection, raw, speaker)
             elif isinstance(speaker[0], Member):
@@ -470,13 +468,24 @@ class Guard:
                 self._peer_message(connection, raw, speaker[0])
 
         def closed(_: Connection) -> None:
+            silent.cancel()
+            self._listener.gone()
             for who in speaker:
                 if isinstance(who, Member):
                     self._engines.hung_up(who)
                 else:
                     self._server.hung_up(who)
 
-        Connection(self.loop, sock, received, closed)
+        def give_up() -> None:
+            if not speaker and not connection.closed:
+                self._refused("silent")
+                connection.close()
+
+        silent = self.loop.later(FIRST_MESSAGE_S, give_up)
+        connection = Connection(self.loop, sock, received, closed)
+
+    def _refused(self, code: str) -> None:
+        self.meters.peer_refusals.inc(code=code)
 
     def _first_message(self, connection: Connection, raw: memoryview, speaker: list[Member | Caller]) -> None:
         try:
@@ -504,7 +513,7 @@ class Guard:
         try:
             self._server.handle(to_server.decode(raw), Caller(), answer)
         except ProtocolError as error:
-            log.warning("control request ignored: %s", error)
+            self._control.refused("malformed", str(error))
 
     # --- the view ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError, ProtocolError
 from kvcr.guard.addresses import is_loopback, split_host
 from kvcr.guard.canary import Outcome
-from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Chooser, PeerContext
+from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Candidate, Chooser, PeerContext
 from kvcr.guard.connection import Connection, connect_unix
 from kvcr.guard.control import ControlClient
 from kvcr.guard.loop import Timer
@@ -97,7 +97,10 @@ class PeerLink:
     works. Only then is the link ready.
     """
 
-    def __init__(self, context: PeerContext, endpoint: str, record: PeerRecord) -> None:
+    def __init__(
+        self, context: PeerContext, endpoint: str, record: PeerRecord, *, probing: bool = False
+    ) -> None:
+        """``probing``: try every way, not only until one works."""
         self.endpoint = endpoint
         self.record = record
         self.transport: Transport | None = None
@@ -106,6 +109,9 @@ class PeerLink:
         """Of the transport, with the reason."""
         self.outcome: Outcome | None = None
         """Of the canary read that made it ready."""
+        self.tried: list[Candidate] = []
+        """Ways that were tried, with their outcomes."""
+        self.probing = probing
         self.rejected: dict[str, str] = {}
         """Ways that are not used, and why."""
         self.blocks_per_s: float | None = None
@@ -327,7 +333,7 @@ class PeerLink:
 
     def _choose(self, welcome: PeerWelcome) -> None:
         """Find a way that works; with it the link is ready."""
-        self._chooser = chooser = Chooser(self._context, self, welcome)
+        self._chooser = chooser = Chooser(self._context, self, welcome, every=self.probing)
         chooser.start()
 
     def chosen(self, chooser: Chooser) -> None:
@@ -335,7 +341,7 @@ class PeerLink:
         if chooser is not self._chooser:
             return
         self._chooser = None
-        self.rejected = chooser.rejected
+        self.rejected, self.tried = chooser.rejected, chooser.tried
         best = chooser.best
         if best is None or best.outcome is None:
             reasons = "; ".join(f"{way}: {why}" for way, why in chooser.rejected.items())

@@ -18,6 +18,8 @@ from kvcr.guard.canary import Canary
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
+from kvcr.guard.probing import Prober
+from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
@@ -31,6 +33,7 @@ from kvcr.protocol.peer import (
     PeerHello,
     PeerRefused,
     PeerWelcome,
+    Probe,
     Release,
     Replay,
     Replayed,
@@ -94,6 +97,7 @@ class PeerServer:
         meters: Meters,
         scrubber: Scrubber,
         max_lease_ms: int,
+        prober: Prober,
     ) -> None:
         self._host = host
         self._loop = loop
@@ -101,6 +105,8 @@ class PeerServer:
         self._meters = meters
         self._scrubber = scrubber
         self._max_lease_ms = max_lease_ms
+        self._prober = prober
+        self._rarely = Rarely(log)
         self._leases: dict[int, _Lease] = {}
         self._last_lease = 0
 
@@ -119,6 +125,9 @@ class PeerServer:
                 self._release(message, caller)
             case Snapshot():
                 self._snapshot(message, reply)
+            case Probe():
+                if not self._prober.start(message, reply):
+                    self._refuse(reply, message.op, "busy", "another probe is under way, or there is no pool")
             case Replay():
                 batches = self._inventory.replay(message.first, message.last, REPLAY_BYTES)
                 if batches is None:
@@ -306,5 +315,5 @@ class PeerServer:
 
     def _refuse(self, reply: Reply, op: int, code: str, reason: str) -> None:
         self._meters.peer_refusals.inc(code=code)
-        log.info("peer request refused, %s: %s", code, reason)
+        self._rarely.warning("peer request refused, %s: %s", code, reason)
         reply(PeerRefused(op, code, reason))
