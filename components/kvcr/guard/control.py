@@ -180,12 +180,12 @@ class ControlServer:
         self._rarely.warning("control: %s refused: %s", code, why)
 
     def _observed(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)
-        match zmq.Event(event["event"]):
+        event, descriptor = _event(frames)
+        match event:
             case zmq.Event.ACCEPTED:
-                self._connected.add(event["value"])
+                self._connected.add(descriptor)
             case zmq.Event.DISCONNECTED:
-                self._connected.discard(event["value"])
+                self._connected.discard(descriptor)
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 self.refused("handshake", "a connection that does not speak as we do, or not at all")
         if self._open and len(self._connected) > self._limit:
@@ -282,12 +282,16 @@ class ControlClient:
         self._port.close()
 
     def _observed(self, frames: list[bytes]) -> None:
-        # zmq.utils.monitor would do this, and import asyncio for it.
-        (number,) = struct.unpack_from("=H", frames[0])
-        event = zmq.Event(number)
+        event, _ = _event(frames)
         if not self._lost and event is not zmq.Event.MONITOR_STOPPED:
             self._lost = True
             self._on_lost(str(event.name).lower().replace("_", " "))
+
+
+def _event(frames: list[bytes]) -> tuple[zmq.Event, int]:
+    """What a monitor tells, and of which descriptor. zmq.utils.monitor would import asyncio for it."""
+    number, value = struct.unpack_from("=Hi", frames[0])
+    return zmq.Event(number), value
 
 
 def _require_loopback(bind: str) -> None:
