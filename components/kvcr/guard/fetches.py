@@ -487,6 +487,8 @@ class Fetches:
         nbytes = count * active.context.local.block_bytes
         self._meters.pulled_blocks.inc(count, transport=transport)
         self._meters.pulled_bytes.inc(nbytes, transport=transport)
+        link = active.links[step.source]
+        self._meters.peer_pulled_bytes.inc(nbytes, peer=link.name or link.endpoint)
         active.pulled[transport] = active.pulled.get(transport, 0) + count
         account = self._account(active, step.source)
         account.blocks += count

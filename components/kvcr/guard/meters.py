@@ -16,6 +16,9 @@ class Meters:
             "kvcr_pulled_blocks_total", "Blocks copied here from peers.", ["transport"]
         )
         self.pulled_bytes = counter("kvcr_pulled_bytes_total", "Bytes copied here from peers.", ["transport"])
+        self.peer_pulled_bytes = counter(
+            "kvcr_peer_pulled_bytes_total", "Bytes copied here, by the guard they came from.", ["peer"]
+        )
         self.pull_seconds = self.registry.histogram(
             "kvcr_pull_seconds", "Duration of pulls that moved something."
         )

@@ -92,6 +92,7 @@ class _Request:
     """Save jobs that workers have not finished."""
     retain: bool = True
     """False: a one-off turn, whose blocks are not worth a place in the pool."""
+    queried: bool = False
     offer: tuple[int, int] = (0, 0)
     """First block and number of blocks of the last answer to ``get_num_new_matched_tokens``."""
     loading_into: frozenset[int] = frozenset()
@@ -110,6 +111,7 @@ class _Job:
 class SchedulerCounters:
     """Since the last :meth:`ConnectorScheduler.take_counters`."""
 
+    queried_blocks: int = 0
     asked_blocks: int = 0
     local_blocks: int = 0
     fetched_blocks: int = 0
@@ -197,6 +199,9 @@ class ConnectorScheduler:
             if not fetch.answered:
                 self._counters.lease_timeouts += 1
                 self._no_fetch_before_s = self._clock() + FETCH_PAUSE_S
+        if not state.queried:
+            state.queried = True
+            self._counters.queried_blocks += stop - first
         present = self._handle.lookup(state.chain.blob(first, stop))
         if fetch is not None:
             _mark(present, first, fetch.first, fetch.expected())
