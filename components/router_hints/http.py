@@ -18,6 +18,7 @@ from router_hints.tokens import Tokens
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
+_TENANT = web.RequestKey("tenant", str)
 _encoder = msgspec.json.Encoder()
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -90,7 +91,7 @@ class SignalServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            request["tenant"] = self._tokens.tenant(
+            request[_TENANT] = self._tokens.tenant(
                 request.headers.get("Authorization", ""), request.headers.get(TENANT_HEADER, "")
             )
         except PermissionError:
@@ -112,8 +113,7 @@ class SignalServer:
 
 
 def _tenant(request: web.Request) -> str:
-    tenant: str = request["tenant"]
-    return tenant
+    return request[_TENANT]
 
 
 def _wait_s(request: web.Request) -> float:

@@ -204,6 +204,7 @@ class Replicas:
     def _take(self, message: News, peer: _Peer) -> None:
         match message:
             case Hello():
+                self._say(Alive(self.name, len(self._own)))
                 self._tell_all()
             case Alive():
                 self._compare(message, peer)

@@ -45,7 +45,7 @@ class World:
         self.names = [f"g{n}" for n in range(1, count + 1)]
         self.ranks = {name: (n, 0) for n, name in enumerate(self.names, start=1)}
         self.settings = settings
-        self.now_s = 1000.0
+        self.now_s = time.monotonic()
         self.sequences: dict[str, int] = dict.fromkeys(self.names, 0)
         self.routers: list[Router] = []
 
