@@ -43,7 +43,7 @@ from kvcr.client import (
     SchedulerHandle,
     WorkerHandle,
 )
-from kvcr.client.hints import missing_run, parse_envelope, sources_for
+from kvcr.client.hints import missing_run, other_actions, parse_envelope, sources_for
 from kvcr.config import EngineConfig
 from kvcr.errors import KvcrError
 from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, model_identity, pack_keys
@@ -279,8 +279,12 @@ class Kvcr:
     ) -> FetchState | None:
         """Act on a ``kv_hint`` envelope for a request whose whole chain is ``keys``; never waits.
 
-        None when it names nothing to do; see :attr:`skipped_hints` for what was not understood.
+        None when it names nothing to fetch; see :attr:`skipped_hints` for what was not understood. Its other
+        actions are passed on to the guard.
         """
+        actions = other_actions(envelope, self.skipped_hints)
+        if actions is not None:
+            self._scheduler.act(request_id, actions)
         hint = parse_envelope(envelope, self.skipped_hints)
         if hint is None:
             return None
@@ -303,6 +307,8 @@ class Kvcr:
             give_up_ms=hint.give_up_ms,
             plan_id=hint.plan_id,
             no_retain=hint.no_retain,
+            move=hint.move,
+            action_id=hint.action_id,
         )
 
     # --- pool -> engine memory ------------------------------------------------------------------
@@ -375,6 +381,9 @@ class Kvcr:
     def poll(self) -> None:
         """Take in what the guard said and what the copy thread finished. Never waits."""
         self._scheduler.poll()
+        for drop in self._scheduler.take_drops():
+            # Engine memory is the caller's: nothing of it is found by a key.
+            self._scheduler.dropped(drop, 0)
         for result in self._worker.take_loads():
             self._results[result.request_id] = result
 

@@ -44,6 +44,8 @@ class Resident:
     """index into these arrays of the block before it in its chain, -1 when that one is not here"""
     held: npt.NDArray[np.bool_]
     """leased or pinned: must stay"""
+    demoted: npt.NDArray[np.bool_]
+    """safe to evict, as the router said, and not used since"""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,13 @@ class Policy(Protocol):
         """What to do when ``engine`` attaches to a pool of layout ``pool`` and they differ."""
 
 
+DEMOTED_S = 1e9
+"""How much older demoted blocks count: more than any uptime, and little enough to keep their order."""
+
+
 class DefaultPolicy:
-    """Least recently used first, the tail of a chain before its head; everything is admitted.
+    """Demoted blocks first, then the least recently used, the tail of a chain before its head; everything is
+    admitted.
 
     ``low`` and ``high``: the watermarks, as fractions of the pool.
     """
@@ -115,7 +122,9 @@ class DefaultPolicy:
 
     def victims(self, resident: Resident, count: int, now_s: float) -> npt.NDArray[np.int32]:
         """Oldest use first, where a block counts as used when anything after it in its chain was."""
-        recency = chain_recency(resident.last_used_s, resident.parents)
+        # A demoted block that something in use comes after stays as long as that.
+        used_s = np.where(resident.demoted, resident.last_used_s - DEMOTED_S, resident.last_used_s)
+        recency = chain_recency(used_s, resident.parents)
         free_to_go = np.flatnonzero(~resident.held)
         if 0 < count < len(free_to_go):
             # Sorting is the expensive part: only sort what can be among the oldest.

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +26,11 @@ from kvcr.layout import Layout
 from kvcr.pool import DataRegion, PoolReader, WriterLock
 from kvcr.protocol.engine import (
     VERSION,
+    Act,
     BlockStatus,
     Committed,
+    DropG1,
+    DroppedG1,
     Fetch,
     FetchLease,
     FetchProgress,
@@ -35,6 +39,7 @@ from kvcr.protocol.engine import (
     Granted,
     Hello,
     Reserve,
+    Return,
     Role,
     Source,
     ToEngine,
@@ -126,27 +131,9 @@ class GuardProcess:
         return found
 
     def cpu_s(self) -> float:
-        """User and system time used so far, by it and its NIXL process."""
-        ticks = 0
-        for pid in (self.pid, *self.children()):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def children(self) -> list[int]:
-        """Pids of its child processes that are no zombies: its NIXL process, if it has one."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = path.read_text().rpartition(")")[2].split()
-                if int(fields[1]) == self.pid and fields[0] != "Z":
-                    found.append(int(path.parent.name))
-        return found
-
-    def nixl_pid(self) -> int:
-        """Pid of its NIXL process, which must be running."""
-        (pid,) = self.children()
-        return pid
+        """User and system time used so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -207,10 +194,29 @@ class EngineClient:
             if isinstance(message, kind):
                 return message
 
-    def deposit(self, keys: Sequence[BlockKey], root: bytes, first: int = 0) -> None:
-        """Fill slots with what :func:`content` says, and wait until they are published."""
-        self.send(self.scheduler, Reserve(self.welcome.epoch, len(keys)))
-        granted = self.receive(self.scheduler, Granted)
+    def reserve(self, count: int) -> Granted:
+        """Slots for the next :meth:`deposit`."""
+        self.send(self.scheduler, Reserve(self.welcome.epoch, count))
+        return self.receive(self.scheduler, Granted)
+
+    def give_back(self, granted: Granted) -> None:
+        """Slots that are not to be filled."""
+        self.send(self.scheduler, Return(self.welcome.epoch, granted.slots, granted.generations))
+
+    def deposit(
+        self,
+        keys: Sequence[BlockKey],
+        root: bytes,
+        first: int = 0,
+        *,
+        drops: int = 0,
+        granted: Granted | None = None,
+    ) -> None:
+        """Fill slots with what :func:`content` says, and wait until the guard is done with them.
+
+        ``drops``: the last drop in G1 that was carried out before the request that fills began.
+        """
+        granted = granted or self.reserve(len(keys))
         slots = np.frombuffer(granted.slots, "<i4")
         assert len(slots) == len(keys), f"{len(slots)} slots granted for {len(keys)} blocks"
         for slot, key in zip(slots.tolist(), keys, strict=True):
@@ -224,11 +230,26 @@ class EngineClient:
                 generations=granted.generations,
                 keys=pack_keys(keys),
                 parents=pack_keys([BlockKey(root), *keys[:-1]]),
-                engine_hashes=np.frombuffer(pack_keys(keys), "<u8")[::2].tobytes(),
+                engine_hashes=engine_hashes(keys),
                 positions=np.arange(first, first + len(keys), dtype="<u4").tobytes(),
+                drops=drops,
             ),
         )
         self.receive(self.worker, Committed)
+
+    def carry_out_drop(self, count: int | None = None) -> tuple[int, list[int]]:
+        """Wait for the guard to ask for a drop in G1, and answer that ``count`` (or all) blocks were there.
+
+        Returns the drop's number and the engine hashes it names.
+        """
+        drop = self.receive(self.scheduler, DropG1)
+        hashes = np.frombuffer(drop.engine_hashes, "<u8").tolist()
+        self.send(self.scheduler, DroppedG1(drop.drop_id, len(hashes) if count is None else count))
+        return drop.drop_id, hashes
+
+    def act(self, request_id: str, envelope: dict[str, Any]) -> None:
+        """Pass on what rode on a request beside a fetch."""
+        self.send(self.scheduler, Act(self.welcome.epoch, request_id, msgspec.json.encode(envelope)))
 
     def fetch(
         self,
@@ -240,6 +261,7 @@ class EngineClient:
         deadline_ms: float = 5000.0,
         give_up_ms: float = 0.0,
         no_retain: bool = False,
+        **more: Any,
     ) -> tuple[FetchLease, FetchProgress]:
         """Fetch and wait for the end."""
         self.start_fetch(
@@ -250,6 +272,7 @@ class EngineClient:
             deadline_ms=deadline_ms,
             give_up_ms=give_up_ms,
             no_retain=no_retain,
+            **more,
         )
         lease = self.receive(self.scheduler, FetchLease)
         while not (progress := self.receive(self.scheduler, FetchProgress)).final:
@@ -267,7 +290,9 @@ class EngineClient:
         deadline_ms: float = 5000.0,
         give_up_ms: float = 0.0,
         no_retain: bool = False,
+        **more: Any,
     ) -> None:
+        """Send a Fetch; ``more`` are fields of it."""
         self.send(
             self.scheduler,
             Fetch(
@@ -276,11 +301,12 @@ class EngineClient:
                 first=0,
                 parent=root,
                 keys=pack_keys(keys),
-                engine_hashes=np.frombuffer(pack_keys(keys), "<u8")[::2].tobytes(),
+                engine_hashes=engine_hashes(keys),
                 sources=list(sources),
                 give_up_ms=give_up_ms,
                 deadline_ms=deadline_ms,
                 no_retain=no_retain,
+                **more,
             ),
         )
 
@@ -319,6 +345,11 @@ def content(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
     words = np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     return words.view(np.uint8)[:nbytes]
+
+
+def engine_hashes(keys: Sequence[BlockKey]) -> bytes:
+    """What stands for the engine's own hashes of these blocks, uint64 each."""
+    return np.frombuffer(pack_keys(keys), "<u8")[::2].tobytes()
 
 
 def chain(count: int, salt: str) -> tuple[bytes, list[BlockKey]]:

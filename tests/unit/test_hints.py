@@ -61,6 +61,7 @@ def test_our_fetch_is_read_whole() -> None:
         give_up_ms=80.0,
         deadline_ms=900.0,
         plan_id="p1",
+        action_id="a1",
     )
     assert not skipped
     assert sources_for(hint, KEYS, HASHES, skipped) == [Source(PEER, 0, 6, "g1")]

@@ -17,7 +17,12 @@ from kvcr.pool import SlotState
 from tests.unit.pools import commit, create, found, layout, store
 
 
-def resident(last_used_s: list[float], parents: list[int], held: list[bool] | None = None) -> Resident:
+def resident(
+    last_used_s: list[float],
+    parents: list[int],
+    held: list[bool] | None = None,
+    demoted: list[bool] | None = None,
+) -> Resident:
     """Blocks 0..n-1; positions count from each chain's head."""
     positions: list[int] = []
     for parent in parents:
@@ -29,6 +34,7 @@ def resident(last_used_s: list[float], parents: list[int], held: list[bool] | No
         positions=np.array(positions, dtype=np.uint32),
         parents=np.array(parents, dtype=np.int32),
         held=np.array(held or [False] * len(parents), dtype=np.bool_),
+        demoted=np.array(demoted or [False] * len(parents), dtype=np.bool_),
     )
 
 
@@ -52,6 +58,15 @@ def test_a_head_shared_with_a_young_branch_outlives_an_old_branch() -> None:
 
 def test_held_blocks_are_not_chosen() -> None:
     assert victims(resident([1.0, 2.0, 3.0], [-1, -1, -1], [True, False, False]), 3) == [1, 2]
+
+
+def test_demoted_blocks_go_first_and_keep_their_order_among_each_other() -> None:
+    assert victims(resident([1.0, 9.0, 8.0], [-1, -1, -1], demoted=[False, True, True]), 3) == [2, 1, 0]
+
+
+def test_a_demoted_head_stays_while_something_in_use_comes_after_it() -> None:
+    assert victims(resident([1.0, 2.0, 3.0], [-1, 0, -1], demoted=[True, False, False]), 2) == [1, 0]
+    assert victims(resident([1.0, 4.0, 3.0], [-1, 0, -1], demoted=[True, False, False]), 1) == [2]
 
 
 @st.composite

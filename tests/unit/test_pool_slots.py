@@ -207,6 +207,19 @@ def test_a_pinned_block_stays_until_its_time_or_its_unpin(tmp_path: Path) -> Non
     assert found(pool, 0) == [False]
 
 
+def test_a_use_ends_a_demotion_and_a_new_block_in_the_slot_has_none(tmp_path: Path) -> None:
+    pool = create(tmp_path, 4)
+    stored = store(pool, 0, 10, 20, 30)
+    assert pool.demote(stored.slots[2:]) == 2
+    assert pool.demote(np.array([99, -1], np.int32)) == 0
+    pool.touch(stored.slots[3:], 1.0)
+    pool.allocate(1, 2.0)
+    assert found(pool, 0, 10, 20, 30) == [True, True, False, True]
+    store(pool, 40, now_s=5.0)
+    pool.allocate(1, 6.0)
+    assert found(pool, 0, 10, 40) == [True, False, True]
+
+
 def test_a_quarantined_slot_is_out_of_use_until_requalified(tmp_path: Path) -> None:
     pool = create(tmp_path, 2)
     ready, granted = store(pool, 0), pool.allocate(1, 0.0)

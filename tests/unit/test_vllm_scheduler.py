@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,8 +21,19 @@ pytest.importorskip("vllm")
 from kvcr.client import FetchState, Grants
 from kvcr.config import EngineConfig
 from kvcr.keys import BlockKey, KeySpace, extend_chain, unpack_keys
-from kvcr.protocol.engine import BlockStatus, FetchLease, FetchProgress
-from kvcr.protocol.events import FetchPayload, FetchSource, envelope, fetch_action
+from kvcr.protocol.engine import BlockStatus, DropG1, FetchLease, FetchProgress
+from kvcr.protocol.events import (
+    ACTION_VERSION,
+    DEMOTE,
+    UNPIN,
+    DemotePayload,
+    FetchPayload,
+    FetchSource,
+    UnpinPayload,
+    action,
+    envelope,
+    fetch_action,
+)
 from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
 from kvcr.vllm.scheduler import ConnectorScheduler
 
@@ -41,6 +53,9 @@ class FakeHandle:
         self.fetches: dict[str, FetchState] = {}
         self.sent: list[dict[str, Any]] = []
         self.finished: list[str] = []
+        self.drops: list[DropG1] = []
+        self.dropped_counts: list[tuple[int, int]] = []
+        self.acts: list[tuple[str, dict[str, Any]]] = []
         self.now = 100.0
         self._next_slot = 0
 
@@ -68,6 +83,16 @@ class FakeHandle:
 
     def fetch_state(self, request_id: str) -> FetchState | None:
         return self.fetches.get(request_id)
+
+    def act(self, request_id: str, envelope: bytes) -> None:
+        self.acts.append((request_id, msgspec.json.decode(envelope)))
+
+    def take_drops(self) -> list[DropG1]:
+        drops, self.drops = self.drops, []
+        return drops
+
+    def dropped(self, drop: DropG1, count: int) -> None:
+        self.dropped_counts.append((drop.drop_id, count))
 
     def finish(self, request_id: str) -> None:
         self.fetches.pop(request_id, None)
@@ -381,7 +406,7 @@ def test_the_guard_is_told_when_a_request_ends_before_it_was_admitted() -> None:
     made.kv_hints = hint_of(made, 5)
     scheduler = make(handle)
     scheduler.on_new_request(made)
-    assert scheduler.finished(made) is False
+    assert scheduler.finished(made, []) is False
     assert handle.finished == ["r"]
 
 
@@ -510,13 +535,62 @@ def test_a_one_off_turn_leaves_nothing_in_the_pool() -> None:
     assert scheduler.build_metadata(step({"r": (0, 16)}, {"r": [1, 2, 3, 4]})).saves == []
 
 
+def test_what_an_invalidation_ended_is_not_saved_and_later_requests_say_that_they_came_after_it() -> None:
+    handle = FakeHandle()
+    old, other = request(16, "old"), request(16, "other", first_token=500)
+    other.block_hashes = [bytes(24) + (2000 + i).to_bytes(8, "big") for i in range(4)]
+    scheduler = make(handle)
+    scheduler.on_new_request(old)
+    scheduler.on_new_request(other)
+    handle.drops = [DropG1(7, np.array([1002, 1003], "<u8").tobytes())]
+    tables = {"old": [1, 2, 3, 4], "other": [5, 6, 7, 8]}
+    saves = scheduler.build_metadata(step({"old": (0, 16), "other": (0, 16)}, tables)).saves
+    positions = {save.request_id: np.frombuffer(save.positions, "<u4").tolist() for save in saves}
+    assert positions == {"old": [0, 1], "other": [0, 1, 2, 3]}
+    assert {save.drops for save in saves} == {0}
+    assert handle.dropped_counts == [(7, 0)]
+
+    # The socket of an idle engine is read when its next request comes, before anything else.
+    handle.drops = [DropG1(9, b"")]
+    later = request(16, "later")
+    scheduler.on_new_request(later)
+    (save,) = scheduler.build_metadata(step({"later": (0, 16)}, {"later": [1, 2, 3, 4]})).saves
+    assert np.frombuffer(save.positions, "<u4").tolist() == [2, 3], "the others are still being saved"
+    assert save.drops == 9
+
+
+def test_actions_that_ride_beside_a_fetch_go_to_the_guard_and_a_fetch_stays_here() -> None:
+    handle = FakeHandle()
+    made = request(21)
+    made.kv_hints = hint_of(made, 5, mode="move")
+    unpin = action("b", UNPIN, ACTION_VERSION, UnpinPayload(plan_id="p", pin_id="x"))
+    made.kv_hints["actions"].append(unpin)
+    scheduler = make(handle)
+    scheduler.on_new_request(made)
+    (sent,) = handle.sent
+    assert (sent["move"], sent["plan_id"], sent["action_id"]) == (True, "p", "a")
+    assert handle.acts == [("r", {**made.kv_hints, "actions": [unpin]})]
+    assert not scheduler.take_counters().skipped
+
+
+def test_actions_too_long_for_a_message_are_counted_and_the_request_runs() -> None:
+    handle = FakeHandle()
+    made = request(21)
+    long = DemotePayload(plan_id="p", keys=bytes(16 * 9000))
+    made.kv_hints = envelope("p", [action("0", DEMOTE, ACTION_VERSION, long)])
+    scheduler = make(handle)
+    scheduler.on_new_request(made)
+    assert handle.acts == []
+    assert scheduler.take_counters().skipped == {"actions over the size limit": 1}
+
+
 def test_blocks_of_a_finished_request_are_held_only_while_it_is_being_saved() -> None:
     handle = FakeHandle()
     made = request(8)
     scheduler = make(handle)
     scheduler.on_new_request(made)
     (save,) = scheduler.build_metadata(step({"r": (0, 8)}, {"r": [1, 2]})).saves
-    assert scheduler.finished(made) is True
+    assert scheduler.finished(made, []) is True
     assert scheduler.build_metadata(step({}, {})).delayed == ["r"]
     assert scheduler.build_metadata(step({}, {})).delayed == []
 
@@ -524,7 +598,7 @@ def test_blocks_of_a_finished_request_are_held_only_while_it_is_being_saved() ->
     scheduler.on_new_request(again)
     (save,) = scheduler.build_metadata(step({"r2": (0, 8)}, {"r2": [1, 2]})).saves
     scheduler.take_output(output(kv_connector_worker_meta=WorkerMetadata({save.job_id: 1})))
-    assert scheduler.finished(again) is False
+    assert scheduler.finished(again, []) is False
 
 
 def test_a_job_is_over_when_every_rank_said_so() -> None:
@@ -535,7 +609,7 @@ def test_a_job_is_over_when_every_rank_said_so() -> None:
     (save,) = scheduler.build_metadata(step({"r": (0, 8)}, {"r": [1, 2]})).saves
     done = WorkerMetadata({save.job_id: 1})
     scheduler.take_output(output(kv_connector_worker_meta=done))
-    assert scheduler.finished(made) is True
+    assert scheduler.finished(made, []) is True
     assert WorkerMetadata({1: 1, 2: 1}).aggregate(WorkerMetadata({2: 1, 3: 1})).saved == {1: 1, 2: 2, 3: 1}
 
 
@@ -549,7 +623,7 @@ def test_a_late_report_of_a_save_before_preemption_does_not_free_blocks_saved_af
     assert metadata.preempted == ["r"]
     (_after,) = scheduler.build_metadata(step({"r": (8, 8)}, {"r": [3, 4, 5, 6]})).saves
     scheduler.take_output(output(kv_connector_worker_meta=WorkerMetadata({before.job_id: 1})))
-    assert scheduler.finished(made) is True
+    assert scheduler.finished(made, []) is True
 
 
 def test_metadata_pickles_to_about_the_size_of_its_blobs() -> None:

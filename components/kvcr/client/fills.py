@@ -68,6 +68,7 @@ class Fills:
                 parents=part(spec.parents, KEY_BYTES),
                 engine_hashes=part(spec.engine_hashes, 8),
                 positions=part(spec.positions, 4),
+                drops=spec.drops,
             )
             pairs = _pairs(message)
             self._messages[self._next] = (spec.pool_token, message, len(pairs))

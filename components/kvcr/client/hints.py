@@ -16,9 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.protocol.engine import Source
-from kvcr.protocol.events import FETCH, FETCH_VERSION, STOCK_FETCH_VERSION, FetchPayload, StockFetchPayload
+from kvcr.protocol.events import (
+    ACTIONS,
+    FETCH,
+    FETCH_VERSION,
+    STOCK_FETCH_VERSION,
+    FetchPayload,
+    StockFetchPayload,
+)
 
 DEFAULT_DEADLINE_MS = 2000.0
+
+MAX_ENVELOPE_BYTES = 190_000
+"""Of actions that ride on a request, about 8,900 keys: a message to the guard holds no more."""
 
 
 class FetchHint(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +44,7 @@ class FetchHint(msgspec.Struct, frozen=True, kw_only=True):
     give_up_ms: float = 0.0
     deadline_ms: float = DEFAULT_DEADLINE_MS
     plan_id: str = ""
+    action_id: str = ""
 
 
 class _Range(msgspec.Struct, frozen=True):
@@ -56,7 +67,8 @@ class _TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 def parse_envelope(envelope: Any, skipped: Counter[str]) -> FetchHint | None:
     """The first usable fetch of a ``kv_hint`` envelope (a mapping, or a struct of that shape).
 
-    Everything else in it is counted in ``skipped`` by reason. Never raises on content.
+    Other actions are the guard's, see :func:`other_actions`. A fetch that cannot be used is counted in
+    ``skipped`` by reason. Never raises on content.
     """
     if envelope is None:
         return None
@@ -69,11 +81,31 @@ def parse_envelope(envelope: Any, skipped: Counter[str]) -> FetchHint | None:
         return None
     chosen: FetchHint | None = None
     for action in actions if isinstance(actions, list) else ():
+        if isinstance(action, dict) and action.get("action_type") in ACTIONS:
+            continue
         hint = _action(action, message_id, skipped)
         if hint is not None and chosen is not None:
             skipped["second fetch of a request"] += 1
         chosen = chosen or hint
     return chosen
+
+
+def other_actions(envelope: Any, skipped: Counter[str]) -> bytes | None:
+    """The envelope without its fetches, as JSON for the guard; None when nothing is left. Never raises.
+
+    What nobody knows is among them: the guard answers that it was skipped.
+    """
+    try:
+        plain = msgspec.to_builtins(envelope)
+        actions = [action for action in plain["actions"] if action.get("action_type") != FETCH]
+        raw = msgspec.json.encode({**plain, "actions": actions}) if actions else None
+    except (TypeError, KeyError, AttributeError, msgspec.MsgspecError):
+        # Counted by parse_envelope.
+        return None
+    if raw is not None and len(raw) > MAX_ENVELOPE_BYTES:
+        skipped["actions over the size limit"] += len(actions)
+        return None
+    return raw
 
 
 def parse_transfer_params(params: Mapping[str, Any] | None, skipped: Counter[str]) -> FetchHint | None:
@@ -111,6 +143,7 @@ def _action(action: Any, message_id: str, skipped: Counter[str]) -> FetchHint | 
                 give_up_ms=ours.give_up_ms,
                 deadline_ms=ours.deadline_ms,
                 plan_id=ours.plan_id,
+                action_id=str(action.get("action_id", "")),
             )
         if (kind, version) == (FETCH, STOCK_FETCH_VERSION):
             stock = msgspec.convert(payload, StockFetchPayload)
@@ -118,6 +151,7 @@ def _action(action: Any, message_id: str, skipped: Counter[str]) -> FetchHint | 
                 sources=[Source(stock.source_control_endpoint, 0, 0)],
                 stock_hashes=stock.block_hashes,
                 plan_id=message_id,
+                action_id=str(action.get("action_id", "")),
             )
     except (msgspec.ValidationError, ValueError):
         skipped[f"malformed {kind}@{version}"] += 1

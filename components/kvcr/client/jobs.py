@@ -49,6 +49,8 @@ class SaveSpec(msgspec.Struct, frozen=True):
     parents: bytes
     engine_hashes: bytes
     positions: bytes
+    drops: int = 0
+    """The last drop in G1 that was carried out before the request began."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class SchedulerHandle:
         self._reserve_at = 0.0
         self._reserving = False
         self._fetches: dict[str, FetchState] = {}
+        self._drops: list[msg.DropG1] = []
         self._link: GuardLink[PoolMapping] = GuardLink(
             find_socket=lambda: find_socket(config),
             hello=msg.Hello(
@@ -266,6 +267,8 @@ class SchedulerHandle:
         give_up_ms: float = 0.0,
         plan_id: str = "",
         no_retain: bool = False,
+        move: bool = False,
+        action_id: str = "",
     ) -> FetchState:
         """Ask the guard to pull a run of a request's chain, from the first :data:`MAX_SOURCES` sources.
 
@@ -288,6 +291,8 @@ class SchedulerHandle:
                     deadline_ms=deadline_ms,
                     plan_id=plan_id,
                     no_retain=no_retain,
+                    move=move,
+                    action_id=action_id,
                 )
             )
             if not sent:
@@ -298,6 +303,23 @@ class SchedulerHandle:
 
     def fetch_state(self, request_id: str) -> FetchState | None:
         return self._fetches.get(request_id)
+
+    # --- other actions --------------------------------------------------------------------------
+
+    def act(self, request_id: str, envelope: bytes) -> None:
+        """Pass on actions that rode on a request (JSON of a ``kv_hint``). Lost without a guard."""
+        session = self._link.session
+        if session is not None:
+            self._link.send(msg.Act(session.welcome.epoch, request_id, envelope))
+
+    def take_drops(self) -> list[msg.DropG1]:
+        """What the guard asked to be dropped in G1 since the last call. Answer each by :meth:`dropped`."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    def dropped(self, drop: msg.DropG1, count: int) -> None:
+        """``count`` of its blocks were in G1 and are not any more."""
+        self._link.send(msg.DroppedG1(drop.drop_id, count))
 
     def finish(self, request_id: str) -> None:
         """The request is over: forget its fetch, and let the guard drop its pulls and leases."""
@@ -322,3 +344,5 @@ class SchedulerHandle:
             state = self._fetches.get(message.request_id)
             if state is not None:
                 state.progressed(message)
+        elif isinstance(message, msg.DropG1):
+            self._drops.append(message)

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from kvcr.dynamo.actions import ActionInlet
 from kvcr.dynamo.beside import WorkerBeside
 from kvcr.dynamo.component import KvcrComponent, prepare_environment
 from kvcr.dynamo.epochs import EpochMirror, EpochRecord
@@ -94,6 +95,7 @@ class ClusterThread:
         self._worker = WorkerBeside()
         self._epochs = EpochMirror(view.namespace, view.name, view.secret, self._raise_epoch)
         self._mirrored = registry.gauge("kvcr_failover_mirrored_epoch", "Epoch of the pool as etcd has it.")
+        self._actions = ActionInlet(view, lambda: self._publisher.connection)
         self._taken_over = False
         self._stored: bytes | None = None
         self._component: KvcrComponent | None = None
@@ -149,6 +151,7 @@ class ClusterThread:
                 for work in (
                     self._publisher.run(),
                     self._states.run(),
+                    self._actions.run(),
                     self._beat(),
                     self._watch(etcd),
                     self._register(etcd),

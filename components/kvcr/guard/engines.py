@@ -8,12 +8,15 @@ import time
 from typing import Protocol
 
 from kvcr.errors import ConfigError, LayoutMismatch, PoolError, ProtocolError
+from kvcr.guard.actions import Actions
 from kvcr.guard.connection import Connection
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.fetches import Fetches
+from kvcr.guard.g1 import G1Drops
 from kvcr.guard.holdings import Holdings
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
+from kvcr.guard.pins import Pins
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.keys import KEY_BYTES
@@ -22,7 +25,9 @@ from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
 from kvcr.protocol.engine import (
     VERSION,
+    Act,
     Alive,
+    DroppedG1,
     Fetch,
     Filled,
     Finish,
@@ -50,8 +55,6 @@ ORPHAN_S = 1.0
 
 MAX_GRANTED_FRACTION = 0.5
 """Of the pool: what standing grants may take, so that pulls and resident blocks keep room."""
-
-MAX_PINS = 4096
 
 
 class Host(Protocol):
@@ -81,6 +84,9 @@ class EngineServer:
         scrubber: Scrubber,
         meters: Meters,
         heartbeat_s: float,
+        pins: Pins,
+        actions: Actions,
+        g1: G1Drops,
     ) -> None:
         """``heartbeat_s``: how often workers are asked to say that they are alive, 0: not at all."""
         self._heartbeat_s = heartbeat_s
@@ -92,7 +98,9 @@ class EngineServer:
         self._fetches = fetches
         self._scrubber = scrubber
         self._meters = meters
-        self._pins: dict[str, bytes] = {}
+        self._pins = pins
+        self._actions = actions
+        self._g1 = g1
 
     def hello(self, hello: Hello, connection: Connection) -> Member | None:
         """Seat the process, or reject it and close its connection."""
@@ -138,6 +146,8 @@ class EngineServer:
                 heartbeat_s=self._heartbeat_s,
             )
         )
+        if hello.role is Role.SCHEDULER:
+            self._g1.attached()
         return member
 
     def hung_up(self, member: Member) -> None:
@@ -172,7 +182,8 @@ class EngineServer:
             case Reserve():
                 self._reserve(pool, message, member)
             case Return():
-                self._deposits.returned(message, member.rank if member.role is Role.WORKER else None)
+                if message.epoch == pool.epoch:
+                    pool.give_back(i32(message.slots), u64(message.generations))
             case Holding():
                 self._holding(pool, message, member)
             case Alive():
@@ -185,9 +196,11 @@ class EngineServer:
             case Pin():
                 self._pin(pool, message)
             case Unpin():
-                keys = self._pins.pop(message.pin_id, None)
-                if keys is not None:
-                    self._unpin(pool, keys)
+                self._pins.unpin(pool, message.pin_id, time.monotonic())
+            case Act():
+                self._actions.act_for_request(message)
+            case DroppedG1():
+                self._g1.dropped(message)
 
     def _holding(self, pool: Pool, message: Holding, member: Member) -> None:
         freed = self._holdings.heard(pool, self._seat.engine_id, message, (member.role, member.rank))
@@ -229,18 +242,9 @@ class EngineServer:
         _require_keys(message.keys)
         if message.epoch != pool.epoch:
             return
-        if len(self._pins) >= MAX_PINS:
-            self._pins.pop(next(iter(self._pins)))
-        self._pins[message.pin_id] = message.keys
-        pool.pin(message.keys, time.monotonic() + max(message.ttl_s, 0.0))
-
-    def _unpin(self, pool: Pool, keys: bytes) -> None:
-        """End the pins of these blocks, except those that another pin holds too."""
-        others = {
-            held[at : at + KEY_BYTES] for held in self._pins.values() for at in range(0, len(held), KEY_BYTES)
-        }
-        free = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        pool.unpin(b"".join(key for key in free if key not in others))
+        _, refusal = self._pins.pin(pool, message.pin_id, message.keys, message.ttl_s, time.monotonic())
+        if refusal:
+            log.warning("pin %s of engine %s refused: %s", message.pin_id, self._seat.engine_id, refusal)
 
 
 def _require_keys(keys: bytes) -> None:

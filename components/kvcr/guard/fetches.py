@@ -17,7 +17,7 @@ from kvcr.guard.choosing import PeerContext
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Grant, PeerLink, Peers
-from kvcr.guard.pulls import Ask, Indices, Move, Pull, Span
+from kvcr.guard.pulls import Ask, Indices, Move, Phase, Pull, Span
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, u64
@@ -25,7 +25,6 @@ from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, 
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import Step, StepResult, Transport
 from kvcr.transfer.nixl import NixlTransport
-from kvcr.transfer.nixl_messages import STALL_S
 from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ ANSWER_S = 0.04
 
 STEPS_IN_FLIGHT = 2
 """Per pull: one is hashed while the next is copied."""
-
-OVERLOADED = "too many slots wait in quarantine for reads that timed out"
 
 MAX_PULLS = 1024
 MAX_SOURCES = 64
@@ -107,14 +104,37 @@ class _Active:
     pulled: dict[str, int] = field(default_factory=dict)
     """Blocks by transport."""
     cancelled: bool = False
+    dead: set[int] = field(default_factory=set)
+    """Blocks invalidated while they were on their way: not published when they arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A Fetch that is over: no step of it is under way, and its leases are given back."""
+
+    fetch: Fetch
+    pool: Pool
+    statuses: npt.NDArray[np.uint8]
+    """:class:`BlockStatus` of each key of the fetch"""
+    links: list[PeerLink]
+    """to each of its sources"""
+    copied_blocks: int
+    byte_count: int
+    seconds: float
+    cancelled: bool
+    reason: str
 
 
 class Fetches:
     """All pulls of this guard. Belongs to the authority thread."""
 
-    def __init__(self, host: Host, loop: Loop, meters: Meters, lease_ms: int) -> None:
+    def __init__(
+        self, host: Host, loop: Loop, meters: Meters, lease_ms: int, on_end: Callable[[Ended], None]
+    ) -> None:
+        """``on_end`` hears of each Fetch that began, once it is over."""
         self._host = host
         self._loop = loop
+        self._on_end = on_end
         self._meters = meters
         self._lease_ms = lease_ms
         self._active: dict[int, _Active] = {}
@@ -131,10 +151,11 @@ class Fetches:
 
     # --- called by the engine's side --------------------------------------------------------------
 
-    def start(self, fetch: Fetch, asker: Asker, answer: Callable[[ToEngine], None], origin: object) -> None:
+    def start(self, fetch: Fetch, asker: Asker, answer: Callable[[ToEngine], None], origin: object) -> str:
         """Begin; answers with FetchLease soon, and FetchProgress until it is final.
 
-        Raises ProtocolError on arrays of odd lengths or beyond the limits.
+        Returns why it did not begin, which it has also answered; empty when it did. Raises ProtocolError on
+        arrays of odd lengths or beyond the limits.
         """
         count = len(fetch.keys) // KEY_BYTES
         hashes = u64(fetch.engine_hashes)
@@ -160,8 +181,9 @@ class Fetches:
             answer(FetchLease(fetch.request_id, fetch.first, 0, refusal))
             statuses = bytes([BlockStatus.MISS]) * count
             asker.broadcast(FetchProgress(fetch.request_id, statuses, final=True, first=fetch.first))
-            return
+            return refusal
         self._begin(fetch, count, hashes, pool, context, asker, answer, origin)
+        return ""
 
     def _begin(
         self,
@@ -224,6 +246,27 @@ class Fetches:
         requests |= {request_id for request_id, transit in self._transit.items() if transit.origin is origin}
         for request_id in requests:
             self.finish(request_id)
+
+    def forbid(self, keys: set[bytes], *, and_after: bool) -> int:
+        """Publish none of these blocks that are on their way; with ``and_after`` none that come after them
+        either. Returns how many were on their way. Pulls that begin later are not concerned."""
+        count = 0
+        for active in list(self._active.values()):
+            named = keys if and_after else ()
+            after = active.fetch.parent in named
+            dead = []
+            # A loop over blocks, at an invalidation only: 50 ns a block on its way.
+            for index, key in enumerate(active.keys):
+                after = after or key in named
+                if after or key in keys:
+                    dead.append(index)
+            open_ = [index for index in dead if active.pull.phase[index] != Phase.FINAL]
+            if open_:
+                count += len(open_)
+                active.dead.update(open_)
+                active.pull.refuse(np.array(open_), BlockStatus.GONE, "invalidated on the way")
+                self._loop.defer(lambda active=active: self._advance_if_active(active))  # type: ignore[misc]
+        return count
 
     def stop_all(self) -> None:
         """Before the pool is replaced, or the guard ends."""
@@ -327,8 +370,8 @@ class Fetches:
     def _lease(self, active: _Active, ask: Ask) -> None:
         link = active.links[ask.source]
         transport = link.transport
-        if isinstance(transport, NixlTransport) and transport.overloaded:
-            self._give_up_source(active, ask.source, OVERLOADED)
+        if isinstance(transport, NixlTransport) and transport.own_agent and active.context.nixl().overloaded:
+            self._give_up_source(active, ask.source, "too many slots wait for NIXL agents that timed out")
             return
         width = link.keys_per_lease()
         for start in range(0, len(ask.indices), width):
@@ -384,11 +427,6 @@ class Fetches:
                 pull.moved(move.indices, gone, now_s)
                 self._give_up_source(active, move.source, link.reason)
                 continue
-            if isinstance(transport, NixlTransport) and transport.overloaded:
-                gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
-                pull.moved(move.indices, gone, now_s)
-                self._give_up_source(active, move.source, OVERLOADED)
-                continue
             self._move(active, move, transport, now_s)
 
     def _move(self, active: _Active, move: Move, transport: Transport, now_s: float) -> None:
@@ -412,26 +450,29 @@ class Fetches:
             deadline_s=pull.deadline_s,
         )
         active.steps += 1
+        own_agent = isinstance(transport, NixlTransport) and transport.own_agent
         transport.read(
             step,
-            lambda result: self._stepped(active, result, transport.name, now_s),
+            lambda result: self._stepped(active, result, transport.name, now_s, own_agent),
             lambda step: self._quiet(active, step),
         )
 
-    def _stepped(self, active: _Active, result: StepResult, transport: str, started_s: float) -> None:
+    def _stepped(
+        self, active: _Active, result: StepResult, transport: str, started_s: float, own_agent: bool
+    ) -> None:
         step, pool = result.step, active.pool
         active.steps -= 1
         link = active.links[step.source]
         good = result.statuses == BlockStatus.OK
         statuses = result.statuses
+        if active.dead:
+            good &= ~np.isin(step.indices, list(active.dead))
         if good.any():
             refused = self._commit(active, step, good, result.checksums, transport)
             statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
             link.measured(int(good.sum()), result.seconds)
         if result.slots_in_flight:
-            # Not free and not ours: out of use, and seen to be, until the transport says that it is quiet.
-            pool.quarantine(step.local_slots, step.local_generations)
-            self._meters.quarantined_slots.inc(len(step))
+            active.context.nixl().slots_in_flight += len(step)
         elif not good.all():
             pool.give_back(step.local_slots[~good], step.local_generations[~good])
         if result.corrupt.any():
@@ -451,12 +492,9 @@ class Fetches:
         active.pull.moved(step.indices, statuses, started_s)
         unreachable = np.isin(statuses, (BlockStatus.GONE, BlockStatus.TOO_SLOW)).all()
         if transport == "nixl" and unreachable:
-            # Whatever is wrong with the peer is wrong for its other blocks too.
-            status = BlockStatus(int(statuses[0]))
-            active.pull.source_failed(step.source, status, result.reason)
-            if status is BlockStatus.GONE or result.seconds > 0.9 * STALL_S:
-                # Not when it was only this pull that had no time left.
-                link.suspect(result.reason)
+            # Whatever is wrong with the peer is wrong for its other blocks too. The link stays: its next
+            # pull finds out by itself whether the peer is back.
+            active.pull.source_failed(step.source, BlockStatus(int(statuses[0])), result.reason)
         if not active.pull.done:
             self._report(active, final=False)
         self._advance(active)
@@ -487,8 +525,6 @@ class Fetches:
         nbytes = count * active.context.local.block_bytes
         self._meters.pulled_blocks.inc(count, transport=transport)
         self._meters.pulled_bytes.inc(nbytes, transport=transport)
-        link = active.links[step.source]
-        self._meters.peer_pulled_bytes.inc(nbytes, peer=link.name or link.endpoint)
         active.pulled[transport] = active.pulled.get(transport, 0) + count
         account = self._account(active, step.source)
         account.blocks += count
@@ -500,9 +536,9 @@ class Fetches:
 
     def _quiet(self, active: _Active, step: Step) -> None:
         """Nothing can write to these slots any more."""
-        self._meters.requalified_slots.inc(len(step))
+        active.context.nixl().slots_in_flight -= len(step)
         if active.pool is self._host.pool:
-            active.pool.requalify(step.local_slots, step.local_generations)
+            active.pool.give_back(step.local_slots, step.local_generations)
 
     # --- telling ----------------------------------------------------------------------------------
 
@@ -562,6 +598,20 @@ class Fetches:
             self._settle(active, active.links[source], account)
         if active.cancelled:
             self._drop_transit(active.fetch.request_id)
+        copied = sum(active.pulled.values())
+        self._on_end(
+            Ended(
+                fetch=active.fetch,
+                pool=active.pool,
+                statuses=active.pull.statuses,
+                links=active.links,
+                copied_blocks=copied,
+                byte_count=copied * active.context.local.block_bytes,
+                seconds=time.monotonic() - active.pull.started_s,
+                cancelled=active.cancelled,
+                reason=active.pull.reason(),
+            )
+        )
 
     def _drop_transit(self, request_id: str) -> None:
         transit = self._transit.pop(request_id, None)

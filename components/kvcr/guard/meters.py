@@ -16,9 +16,6 @@ class Meters:
             "kvcr_pulled_blocks_total", "Blocks copied here from peers.", ["transport"]
         )
         self.pulled_bytes = counter("kvcr_pulled_bytes_total", "Bytes copied here from peers.", ["transport"])
-        self.peer_pulled_bytes = counter(
-            "kvcr_peer_pulled_bytes_total", "Bytes copied here, by the guard they came from.", ["peer"]
-        )
         self.pull_seconds = self.registry.histogram(
             "kvcr_pull_seconds", "Duration of pulls that moved something."
         )
@@ -27,10 +24,6 @@ class Meters:
         )
         self.served_bytes = counter("kvcr_served_bytes_total", "Bytes peers read from here.", ["transport"])
         self.deposited_blocks = counter("kvcr_deposited_blocks_total", "Blocks the engine stored.")
-        self.returned_blocks = counter(
-            "kvcr_returned_blocks_total",
-            "Granted slots that the engine gave back, filled on no rank or on some.",
-        )
         self.deposited_bytes = counter("kvcr_deposited_bytes_total", "Bytes the engine stored.")
         self.loaded_blocks = counter("kvcr_loaded_blocks_total", "Blocks the engine loaded.")
         self.loaded_bytes = counter("kvcr_loaded_bytes_total", "Bytes the engine loaded, all ranks.")
@@ -41,14 +34,6 @@ class Meters:
             "kvcr_failed_blocks_total", "Fetched blocks that did not arrive.", ["status"]
         )
         self.fetches = counter("kvcr_fetches_total", "Fetches that ended: ok, partial or none.", ["result"])
-        self.quarantined_slots = counter(
-            "kvcr_quarantined_slots_total",
-            "Slots taken out of use, as a read that was given up may still land.",
-        )
-        self.requalified_slots = counter(
-            "kvcr_requalified_slots_total", "Of those, slots in use again, as nothing can land any more."
-        )
-        self.nixl_restarts = gauge("kvcr_nixl_restarts", "Times the NIXL process ended or had to be ended.")
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])
@@ -69,6 +54,23 @@ class Meters:
             ["result"],
         )
         self.scrubbed_bytes = counter("kvcr_scrubbed_bytes_total", "Bytes hashed in the background.")
+        self.actions = counter(
+            "kvcr_actions_total", "Actions of hints that ended, by how.", ["action", "code"]
+        )
+        self.repeated_actions = counter(
+            "kvcr_actions_repeated_total", "Actions that came again and were answered from memory."
+        )
+        self.g1_dropped_blocks = counter(
+            "kvcr_g1_dropped_blocks_total", "Blocks the engine dropped from its own memory, as asked."
+        )
+        self.moved_blocks = counter(
+            "kvcr_moved_blocks_total", "Blocks that left their source once they were copied here."
+        )
+        self.dead_fills = counter(
+            "kvcr_dead_fills_total", "Blocks that were filled after they had been invalidated, and not kept."
+        )
+        self.pinned_blocks = gauge("kvcr_pinned_blocks", "Blocks that pins keep from eviction.")
+        self.prefetching_blocks = gauge("kvcr_prefetching_blocks", "Blocks of prefetches under way.")
         self.epoch = gauge("kvcr_pool_epoch", "Epoch of the pool.")
         self.peer_refusals = counter(
             "kvcr_peer_refusals_total", "Requests of peers and routers that were refused.", ["code"]

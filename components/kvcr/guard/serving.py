@@ -18,8 +18,6 @@ from kvcr.guard.canary import Canary
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
-from kvcr.guard.probing import Prober
-from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
@@ -28,12 +26,13 @@ from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.peer import (
     CANARY_KEY,
     VERSION,
+    Discard,
+    Discarded,
     Lease,
     Leased,
     PeerHello,
     PeerRefused,
     PeerWelcome,
-    Probe,
     Release,
     Replay,
     Replayed,
@@ -42,7 +41,7 @@ from kvcr.protocol.peer import (
     ToClient,
     ToServer,
 )
-from kvcr.transfer.nixl import NixlIdentity, NixlProcess
+from kvcr.transfer.nixl import NixlIdentity, NixlThread
 from kvcr.transfer.plugins import Plugin
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,9 @@ class Host(Protocol):
     canary: Canary | None
     plugins: dict[str, Plugin]
 
-    def nixl(self) -> NixlProcess: ...
+    def nixl(self) -> NixlThread: ...
+    def discard(self, keys: bytes, plan_id: str, who: str) -> int:
+        """Drop these blocks in every tier, unless they are in use or pinned; returns how many went."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,6 @@ class PeerServer:
         meters: Meters,
         scrubber: Scrubber,
         max_lease_ms: int,
-        prober: Prober,
     ) -> None:
         self._host = host
         self._loop = loop
@@ -105,8 +105,6 @@ class PeerServer:
         self._meters = meters
         self._scrubber = scrubber
         self._max_lease_ms = max_lease_ms
-        self._prober = prober
-        self._rarely = Rarely(log)
         self._leases: dict[int, _Lease] = {}
         self._last_lease = 0
 
@@ -125,9 +123,8 @@ class PeerServer:
                 self._release(message, caller)
             case Snapshot():
                 self._snapshot(message, reply)
-            case Probe():
-                if not self._prober.start(message, reply):
-                    self._refuse(reply, message.op, "busy", "another probe is under way, or there is no pool")
+            case Discard():
+                self._discard(message, reply)
             case Replay():
                 batches = self._inventory.replay(message.first, message.last, REPLAY_BYTES)
                 if batches is None:
@@ -289,6 +286,15 @@ class PeerServer:
         if lease.nixl:
             self._host.nixl().drop(lease_id)
 
+    def _discard(self, request: Discard, reply: Reply) -> None:
+        if len(request.keys) % KEY_BYTES:
+            raise ProtocolError(f"keys has {len(request.keys)} bytes, {KEY_BYTES} a key")
+        if request.name == self._host.name:
+            self._refuse(reply, request.op, "own_name", f"{request.name} is this guard: nothing was moved")
+            return
+        count = self._host.discard(request.keys, request.plan_id, request.name)
+        reply(Discarded(request.op, self._host.incarnation, count))
+
     def _snapshot(self, request: Snapshot, reply: Reply) -> None:
         pool = self._host.pool
         heartbeat = self._inventory.heartbeat(pool)
@@ -315,5 +321,5 @@ class PeerServer:
 
     def _refuse(self, reply: Reply, op: int, code: str, reason: str) -> None:
         self._meters.peer_refusals.inc(code=code)
-        self._rarely.warning("peer request refused, %s: %s", code, reason)
+        log.info("peer request refused, %s: %s", code, reason)
         reply(PeerRefused(op, code, reason))

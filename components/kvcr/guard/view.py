@@ -16,7 +16,7 @@ from kvcr.guard.addresses import Place
 from kvcr.guard.meters import Meters
 from kvcr.layout import Layout
 from kvcr.metrics import Registry
-from kvcr.protocol.events import Heartbeat, Inventory, StateChange
+from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
 
 ANSWER_TIMEOUT_S = 2.0
 
@@ -75,6 +75,8 @@ class Backing(Protocol):
     def raise_epoch(self, above: int) -> int: ...
     @property
     def pool_id(self) -> str: ...
+    def act(self, act: Act, done: Callable[[], None]) -> None: ...
+    def subscribe_results(self, callback: Callable[[ActionResult], None]) -> None: ...
 
 
 class GuardView:
@@ -197,6 +199,15 @@ class GuardView:
         it does by itself. Raises TimeoutError.
         """
         return self._backing.call(lambda: self._backing.raise_epoch(above), ANSWER_TIMEOUT_S)
+
+    def act(self, act: Act, done: Callable[[], None]) -> None:
+        """Carry out a router's actions. ``done`` is called once, on the authority thread, when every action
+        has ended or was refused; under the same rules as the callback of :meth:`subscribe`."""
+        self._backing.post(lambda: self._backing.act(act, done))
+
+    def subscribe_results(self, callback: Callable[[ActionResult], None]) -> None:
+        """Call back with the result of every action from now on, under the rules of :meth:`subscribe`."""
+        self._backing.post(lambda: self._backing.subscribe_results(callback))
 
     def heartbeat(self) -> Heartbeat:
         """Sequence, count and digest of the inventory, consistent with each other."""

@@ -86,6 +86,7 @@ class Pool:
         self._cooling = CoolingQueue()
         self._last_used_s = meta.stored_at.copy()
         self._pinned_until_s = np.full(self.slots, -np.inf)
+        self._demoted = np.zeros(self.slots, dtype=np.bool_)
         self._leases = np.zeros(self.slots, dtype=np.int32)
         self._leased_generation = np.zeros(self.slots, dtype=np.uint64)
         self._stored: list[Granted] = []
@@ -271,6 +272,7 @@ class Pool:
         committed[stored] = True
         self._last_used_s[slots[stored]] = now_s
         self._pinned_until_s[slots[stored]] = -np.inf
+        self._demoted[slots[stored]] = False
         self._stored.append(Granted(slots[stored], generations[stored]))
         self._ready += len(stored)
         self._digest ^= np.bitwise_xor.reduce(rows[stored, 0], initial=np.uint64(0))
@@ -331,11 +333,6 @@ class Pool:
         self._set(granted, SlotState.QUARANTINED, generations_of(self._meta.control[granted]))
         return len(ready) + len(granted)
 
-    def quarantined(self) -> Granted:
-        """The slots in quarantine, and their generations."""
-        slots = np.flatnonzero(states_of(self._meta.control) == SlotState.QUARANTINED).astype(np.int32)
-        return Granted(slots, generations_of(self._meta.control[slots]))
-
     def requalify(self, slots: I32, generations: U64) -> int:
         """Free quarantined slots that nothing can write to any more, unless leased. Returns how many were."""
         chosen = as_slots(slots)[self._select(slots, generations, SlotState.QUARANTINED)]
@@ -366,15 +363,17 @@ class Pool:
         self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
         return mask
 
-    def still_granted(self, slots: I32, generations: U64) -> Mask:
-        """Whether each slot is granted in that generation; True once for a slot that is named twice."""
-        mask = np.zeros(len(slots), dtype=np.bool_)
-        mask[self._select(slots, generations, SlotState.GRANTED)] = True
-        return mask
-
     def touch(self, slots: I32, now_s: float) -> None:
-        """Count a use of READY slots now, for eviction."""
-        self._last_used_s[self._in_state(slots, SlotState.READY)] = now_s
+        """Count a use of READY slots now, for eviction. It ends a :meth:`demote`."""
+        used = self._in_state(slots, SlotState.READY)
+        self._last_used_s[used] = now_s
+        self._demoted[used] = False
+
+    def demote(self, slots: I32) -> int:
+        """Make READY slots the first to be evicted, until their next use. Returns how many there were."""
+        chosen = self._in_state(slots, SlotState.READY)
+        self._demoted[chosen] = True
+        return len(chosen)
 
     def lease(self, slots: I32, generations: U64) -> Mask:
         """Hold slots: while a lease is on a slot it is neither chosen for eviction nor reused.
@@ -410,6 +409,26 @@ class Pool:
         self._pinned_until_s[slots] = -np.inf
         return len(slots)
 
+    def pinned(self, slots: I32, now_s: float) -> Mask:
+        """Which of these slots a pin holds."""
+        mask: Mask = self._pinned_until_s[as_slots(slots)] > now_s
+        return mask
+
+    def leased(self, slots: I32) -> Mask:
+        """Which of these slots somebody reads, or may read, under a lease."""
+        mask: Mask = self._leases[as_slots(slots)] > 0
+        return mask
+
+    def pinned_count(self, now_s: float) -> int:
+        """Slots that pins hold. Any thread: reads only."""
+        return int(np.count_nonzero(self._pinned_until_s > now_s))
+
+    def unused(self, slots: I32, generations: U64) -> Mask:
+        """Which of these blocks are still here and were not used since they were stored."""
+        slots = as_slots(slots)
+        unused: Mask = self._last_used_s[slots] <= self._meta.stored_at[slots]
+        return unused & self.still(slots, generations)
+
     # --------------------------------------------------------------------------------------- contents
 
     def checksums(self, slots: I32) -> U64:
@@ -425,6 +444,29 @@ class Pool:
             meta.engine_hashes[slots],
             meta.positions[slots],
         )
+
+    def through(self, keys: bytes) -> I32:
+        """READY slots of these blocks and of all blocks whose chain goes through one of them.
+
+        A block of ``keys`` need not be here itself for the ones right after it to be found. A chain with a
+        block missing further on is followed up to there.
+        """
+        meta, slots = self._meta, self._ready_slots()
+        named = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+        # Both halves of a hash: that they stem from two different keys has odds of 2**-60.
+        found = np.zeros(len(slots) + 1, dtype=np.bool_)
+        for rows in (meta.keys[slots], meta.parents[slots]):
+            found[:-1] |= np.isin(rows[:, 0], named[:, 0]) & np.isin(rows[:, 1], named[:, 1])
+        # The last entry stands for a parent that is not here: its own parent, and never found.
+        ancestors = np.append(self._parents_of(slots), -1).astype(np.intp)
+        # Round k reaches ancestors up to 2**k away; bounded, as damaged records may form a cycle.
+        for _ in range(len(slots).bit_length()):
+            if (ancestors == -1).all():
+                break
+            found |= found[ancestors]
+            ancestors = ancestors[ancestors]
+        chosen: I32 = slots[found[:-1]]
+        return chosen
 
     def data(self, rank: int) -> DataRegion:
         """One rank's region, writable. Any thread."""
@@ -560,17 +602,24 @@ class Pool:
         return (self._leases[slots] > 0) | (self._pinned_until_s[slots] > now_s)
 
     def _resident(self, now_s: float) -> Resident:
-        meta = self._meta
-        slots = np.flatnonzero(states_of(meta.control) == SlotState.READY).astype(np.int32)
-        parents = self.lookup(meta.parents[slots].tobytes()).slots
-        index_of = np.full(self.slots + 1, -1, dtype=np.int32)
-        index_of[slots] = np.arange(len(slots), dtype=np.int32)
+        meta, slots = self._meta, self._ready_slots()
         return Resident(
             slots=slots,
             last_used_s=self._last_used_s[slots],
             stored_s=meta.stored_at[slots],
             positions=meta.positions[slots],
-            # A parent that is not here is slot -1, the last entry, which is -1.
-            parents=index_of[parents],
+            parents=self._parents_of(slots),
             held=self._held(slots, now_s),
+            demoted=self._demoted[slots],
         )
+
+    def _ready_slots(self) -> I32:
+        return np.flatnonzero(states_of(self._meta.control) == SlotState.READY).astype(np.int32)
+
+    def _parents_of(self, slots: I32) -> I32:
+        """For each of all READY slots the index of its parent among them, -1 when that one is not here."""
+        index_of = np.full(self.slots + 1, -1, dtype=np.int32)
+        index_of[slots] = np.arange(len(slots), dtype=np.int32)
+        # A parent that is not here is slot -1, the last entry, which is -1.
+        parents: I32 = index_of[self.lookup(self._meta.parents[slots].tobytes()).slots]
+        return parents

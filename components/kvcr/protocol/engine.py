@@ -122,6 +122,8 @@ class Filled(Message, frozen=True):
     """uint64 each: the engine's own 64-bit block hash, the join with Dynamo's events"""
     positions: bytes
     """uint32 each: index of the block in its chain"""
+    drops: int = 0
+    """``drop_id`` of the last DropG1 that was carried out before the request of these blocks began"""
 
 
 class Committed(Message, frozen=True):
@@ -174,6 +176,8 @@ class Fetch(Message, frozen=True):
     """Into transit slots: never published, freed when the engine has loaded them."""
     move: bool = False
     """The source drops each block once it is committed here."""
+    action_id: str = ""
+    """of the hint's action, for the result; empty when the fetch came from no hint"""
 
 
 class Act(Message, frozen=True):

@@ -210,6 +210,8 @@ DEMOTE = "kv.demote"
 CANCEL = "kv.cancel"
 ACTION_VERSION = "1.0"
 """of each of the actions that name blocks by key"""
+ACTIONS = frozenset({PREFETCH, INVALIDATE, PIN, UNPIN, DEMOTE, CANCEL})
+"""What a guard carries out by itself; a fetch belongs to a request."""
 
 # Blocks are named by their keys (a blob, 16 bytes each, base64 in JSON), in chain order. Walking parents
 # from the last key of a chain would be shorter, and fails once a guard has evicted the tail.
@@ -240,6 +242,9 @@ class InvalidatePayload(msgspec.Struct, frozen=True, kw_only=True):
     keys: bytes
     descendants: bool = True
     """also what was decoded or appended after them: resident blocks whose chain goes through one of them"""
+    engine_hashes: bytes = b""
+    """uint64 each, in any order: of blocks that are to leave G1 and may not be in a lower tier here, where a
+    guard finds the engine's hashes by itself"""
 
 
 class PinPayload(msgspec.Struct, frozen=True, kw_only=True):

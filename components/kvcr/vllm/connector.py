@@ -164,12 +164,12 @@ class KvcrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._on_scheduler.take_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler.finished(request), None
+        return self._on_scheduler.finished(request, block_ids), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler.finished(request), None
+        return self._on_scheduler.finished(request, block_ids[self._layout.group]), None
 
     def reset_cache(self) -> bool:
         """New weights generation: no block stored so far is found again by this engine."""

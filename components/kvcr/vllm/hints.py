@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvcr.client.hints import FetchHint, parse_envelope, parse_transfer_params
+from kvcr.client.hints import FetchHint, other_actions, parse_envelope, parse_transfer_params
 
 
 def request_hint(request: Any, skipped: Counter[str]) -> FetchHint | None:
@@ -18,3 +18,8 @@ def request_hint(request: Any, skipped: Counter[str]) -> FetchHint | None:
     return parse_envelope(request.kv_hints, skipped) or parse_transfer_params(
         request.kv_transfer_params, skipped
     )
+
+
+def request_actions(request: Any, skipped: Counter[str]) -> bytes | None:
+    """Actions of the request's hint other than fetches, as JSON for the guard."""
+    return other_actions(request.kv_hints, skipped) if request.kv_hints is not None else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,9 +20,10 @@ from kvcr.client import FetchState, Grants, LoadSpec, SaveSpec
 from kvcr.client.hints import FetchHint, missing_run, sources_for
 from kvcr.config import EngineConfig
 from kvcr.keys import BlockKey, KeySpace
-from kvcr.protocol.engine import Source
-from kvcr.vllm.chain import RequestChain, key_space
-from kvcr.vllm.hints import request_hint
+from kvcr.protocol.engine import DropG1, Source
+from kvcr.vllm import g1
+from kvcr.vllm.chain import UNBOUNDED, RequestChain, key_space
+from kvcr.vllm.hints import request_actions, request_hint
 from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,12 @@ class SchedulerPort(Protocol):
         give_up_ms: float = ...,
         plan_id: str = ...,
         no_retain: bool = ...,
+        move: bool = ...,
+        action_id: str = ...,
     ) -> FetchState: ...
+    def act(self, request_id: str, envelope: bytes) -> None: ...
+    def take_drops(self) -> list[DropG1]: ...
+    def dropped(self, drop: DropG1, count: int) -> None: ...
     def fetch_state(self, request_id: str) -> FetchState | None: ...
     def finish(self, request_id: str) -> None: ...
     def close(self) -> None: ...
@@ -90,9 +96,14 @@ class _Request:
     """Blocks before this one are saved, being saved, or were in the pool when looked at."""
     jobs: set[int] = field(default_factory=set)
     """Save jobs that workers have not finished."""
-    retain: bool = True
-    """False: a one-off turn, whose blocks are not worth a place in the pool."""
-    queried: bool = False
+    drops: int = 0
+    """Number of the last drop in G1 that was carried out before this request began."""
+    keep: int = UNBOUNDED
+    """Blocks from here on are not saved, and leave G1 with the request: all blocks of a one-off turn, and
+    those from an invalidated one on."""
+    one_off: bool = False
+    g1_hits: int | None = None
+    """Blocks from the start that were in G1 when it was first scheduled: others' too."""
     offer: tuple[int, int] = (0, 0)
     """First block and number of blocks of the last answer to ``get_num_new_matched_tokens``."""
     loading_into: frozenset[int] = frozenset()
@@ -111,7 +122,6 @@ class _Job:
 class SchedulerCounters:
     """Since the last :meth:`ConnectorScheduler.take_counters`."""
 
-    queried_blocks: int = 0
     asked_blocks: int = 0
     local_blocks: int = 0
     fetched_blocks: int = 0
@@ -152,6 +162,7 @@ class ConnectorScheduler:
         self._jobs: dict[int, _Job] = {}
         self._assigned: set[BlockKey] = set()
         self._next_job = 1
+        self._drops = 0
         self._no_fetch_before_s = 0.0
         self._counters = SchedulerCounters()
 
@@ -163,9 +174,13 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """Compute the request's keys and pass its hint, if it has one, to the guard."""
+        # An engine that was idle has not read its socket since: what was dropped meanwhile goes now.
+        self._handle.poll()
+        self._carry_out_drops()
         space = key_space(self._config.namespace, self._model, self._group, request)
         chain = RequestChain(request, self._root(space), self._block_size)
         state = _Request(request, chain, self._config.load_deadline_ms, self._config.lease_wait_ms / 1000)
+        state.drops = self._drops
         self._requests[request.request_id] = state
         keyed = chain.extend()
         self._counters.keyless_blocks += len(request.block_hashes) - keyed
@@ -177,16 +192,24 @@ class ConnectorScheduler:
                 state.lease_wait_s = max(state.lease_wait_s, LEASE_WAIT_SHARE * hint.give_up_ms / 1000)
             else:
                 state.deadline_ms = min(state.deadline_ms, hint.deadline_ms)
-            state.retain = not hint.no_retain
+            if hint.no_retain:
+                state.one_off, state.keep = True, 0
         if keyed and not request.skip_reading_prefix_cache and self._clock() >= self._no_fetch_before_s:
             self._fetch(state, hint)
+        actions = request_actions(request, self._counters.skipped)
+        if actions is not None:
+            self._handle.act(request.request_id, actions)
 
     def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """``get_num_new_matched_tokens``: None while it is open what a fetch will bring."""
         state = self._requests.get(request.request_id)
-        if state is None or state.load_failed or request.skip_reading_prefix_cache:
+        if state is None:
             return 0, False
         first = num_computed_tokens // self._block_size
+        if state.g1_hits is None:
+            state.g1_hits = first
+        if state.load_failed or request.skip_reading_prefix_cache:
+            return 0, False
         # At least one token must be left for the engine to compute.
         stop = min((request.num_tokens - 1) // self._block_size, state.chain.extend())
         if stop <= first:
@@ -199,9 +222,6 @@ class ConnectorScheduler:
             if not fetch.answered:
                 self._counters.lease_timeouts += 1
                 self._no_fetch_before_s = self._clock() + FETCH_PAUSE_S
-        if not state.queried:
-            state.queried = True
-            self._counters.queried_blocks += stop - first
         present = self._handle.lookup(state.chain.blob(first, stop))
         if fetch is not None:
             _mark(present, first, fetch.first, fetch.expected())
@@ -245,10 +265,14 @@ class ConnectorScheduler:
         self._counters.local_blocks += local
         self._counters.fetched_blocks += count - local
 
-    def finished(self, request: Any) -> bool:
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """``request_finished``: True while workers still read the request's blocks to save them."""
         state = self._requests.pop(request.request_id, None)
         self._handle.finish(request.request_id)
+        if state is not None and state.keep < len(block_ids) and self._block_pool is not None:
+            # A one-off turn takes what it brought. What was there before it belongs to others too.
+            first = max(state.keep, (state.g1_hits or 0) if state.one_off else 0)
+            g1.drop_own(self._block_pool, block_ids[first:])
         if state is None or not state.jobs:
             return False
         self._delayed.append(request.request_id)
@@ -259,6 +283,7 @@ class ConnectorScheduler:
     def build_metadata(self, output: Any) -> StepMetadata:
         """``build_connector_meta``: the loads and saves of this step."""
         self._handle.poll()
+        self._carry_out_drops()
         preempted = sorted(output.preempted_req_ids or ())
         for request_id in preempted:
             # Workers finish these saves before they start the step, so nothing holds the blocks any more.
@@ -336,6 +361,8 @@ class ConnectorScheduler:
             give_up_ms=hint.give_up_ms if hint is not None else 0.0,
             plan_id=hint.plan_id if hint is not None else "",
             no_retain=hint.no_retain if hint is not None else False,
+            move=hint.move if hint is not None else False,
+            action_id=hint.action_id if hint is not None else "",
         )
 
     def _g1_run(self, request: Any, stop: int) -> int:
@@ -347,6 +374,22 @@ class ConnectorScheduler:
             if self._block_pool.get_cached_block(block_hash, [self._group]) is None:
                 return position
         return stop
+
+    def _carry_out_drops(self) -> None:
+        """Forget blocks in G1 as the guard asks, and keep nothing more of requests whose chain they end."""
+        drops = self._handle.take_drops()
+        if not drops:
+            return
+        named = [np.frombuffer(drop.engine_hashes, "<u8").astype(np.uint64) for drop in drops]
+        counts = g1.drop(self._block_pool, named) if self._block_pool is not None else [0] * len(drops)
+        for drop, hashes, count in zip(drops, named, counts, strict=True):
+            tails = frozenset(each.to_bytes(8, "big") for each in hashes.tolist())
+            for state in self._requests.values():
+                position = g1.first_among(state.request.block_hashes, tails)
+                if position is not None:
+                    state.keep = min(state.keep, position)
+            self._drops = max(self._drops, drop.drop_id)
+            self._handle.dropped(drop, count)
 
     def _note_failed(self, invalid: Iterable[int]) -> None:
         """A request some of whose load failed recomputes: asking the pool for it again would loop."""
@@ -389,13 +432,13 @@ class ConnectorScheduler:
         left = MAX_SAVES_PER_STEP
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None or not state.retain:
+            if state is None:
                 continue
             # Not past the hashed blocks: tokens of speculation may yet be rejected.
             full = min((computed[request_id] + scheduled) // self._block_size, state.chain.extend())
             if not self._config.deposit_decode:
                 full = min(full, state.request.num_prompt_tokens // self._block_size)
-            full = min(full, state.saved + left)
+            full = min(full, state.saved + left, state.keep)
             if full > state.saved:
                 found.append((state, full))
                 left -= full - state.saved
@@ -442,6 +485,7 @@ class ConnectorScheduler:
                     parents=b"".join(chain.parent(position) for position in positions),
                     engine_hashes=hashes.astype("<u8").tobytes(),
                     positions=at.astype("<u4").tobytes(),
+                    drops=state.drops,
                 )
             )
             self._jobs[self._next_job] = _Job(request_id, keys, self._ranks)

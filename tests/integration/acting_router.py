@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's end of actions: sends them over JetStream, and hears what became of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import nats
+from deployment import Deployment, eventually
+from nats.aio.client import Client
+
+from kvcr.dynamo.actions import ensure_stream
+from kvcr.protocol.events import (
+    ACTION_VERSION,
+    Act,
+    ActionResult,
+    action,
+    actions_subject,
+    envelope,
+    event,
+    results_subject,
+)
+
+RESULT_S = 20.0
+
+
+class ActingRouter:
+    """Use as an async context manager."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._client: Client | None = None
+        self.heard: list[ActionResult] = []
+        """Every result, in order."""
+
+    async def __aenter__(self) -> ActingRouter:
+        async def take(message: Any) -> None:
+            result = event.decode(message.data)
+            assert isinstance(result, ActionResult)
+            self.heard.append(result)
+
+        self._client = await nats.connect(
+            self._deployment.nats_url, max_reconnect_attempts=-1, reconnect_time_wait=0.1
+        )
+        await self._client.subscribe(results_subject(self._deployment.namespace), cb=take)
+        await self._client.flush()
+        await self.ensure_stream()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None
+        return self._client
+
+    async def ensure_stream(self) -> None:
+        await ensure_stream(self.client.jetstream(), self._deployment.namespace)
+
+    async def send(
+        self, guard: str, plan_id: str, hint: dict[str, Any] | bytes, *, expires_s: float = 60.0
+    ) -> None:
+        """One Act. The stream has it when this returns."""
+        raw = hint if isinstance(hint, bytes) else msgspec.json.encode(hint)
+        act = Act(plan_id, "test router", raw, time.time() + expires_s)
+        subject = actions_subject(self._deployment.namespace, guard)
+        await self.client.jetstream().publish(subject, event.encode(act))
+
+    async def ask(
+        self, guard: str, plan_id: str, kind: str, payload: msgspec.Struct, **options: Any
+    ) -> ActionResult:
+        """Send one action and wait for its result."""
+        await self.send(guard, plan_id, one(plan_id, kind, payload), **options)
+        return await self.result(plan_id)
+
+    async def result(
+        self, plan_id: str, action_id: str = "0", *, timeout_s: float = RESULT_S
+    ) -> ActionResult:
+        """The first result of this action."""
+        found: ActionResult = await eventually(
+            lambda: next((r for r in self.heard if (r.plan_id, r.action_id) == (plan_id, action_id)), None),
+            f"a result of action {action_id} of plan {plan_id}; heard {self.heard}",
+            timeout_s,
+        )
+        return found
+
+
+def one(plan_id: str, kind: str, payload: msgspec.Struct, action_id: str = "0") -> dict[str, Any]:
+    """An envelope with one action."""
+    return envelope(plan_id, [action(action_id, kind, ACTION_VERSION, payload)])
