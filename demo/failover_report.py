@@ -28,6 +28,7 @@ def figures(seen: Failover) -> dict[str, Any]:
     return {
         "kvcr": "on" if seen.guarded else "off",
         "ttft_s": {name: quantiles(ttfts(requests)) for name, requests in phases.items()},
+        "stall_s": quantiles(stalls(seen)),
         "moved_sessions_ttft_s": quantiles(ttfts(moved)),
         "moved_sessions_computed_tokens": sum(
             r.answer.prompt_tokens - r.answer.cached_tokens for r in moved if r.answer is not None
@@ -95,6 +96,15 @@ def first_turns_after_death(seen: Failover) -> list[Request]:
     return list(first.values())
 
 
+def stalls(seen: Failover) -> list[float]:
+    """The pause that the kill made in each stream that was under way, on either worker."""
+    return [
+        pause_s
+        for request in seen.requests
+        if (pause_s := request.pause_s(seen.killed_s)) is not None and request.sent_s >= seen.loaded_s
+    ]
+
+
 def ttfts(requests: Iterable[Request]) -> list[float]:
     return [r.ttft_s for r in requests if r.ttft_s is not None]
 
@@ -151,6 +161,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("TTFT before: P50 / P90 / P95 (requests)", _ttft("before")),
     ("TTFT during the fault", _ttft("during")),
     ("TTFT after the return", _ttft("after")),
+    ("pause of the streams under way at the kill", lambda r: _quantiles(r["stall_s"])),
     ("first answer of the dead worker's sessions: TTFT", lambda r: _quantiles(r["moved_sessions_ttft_s"])),
     ("  prompt tokens computed for it", lambda r: str(r["moved_sessions_computed_tokens"])),
     (

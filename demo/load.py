@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A steady load of chat sessions: each asks its next question when it has read the last answer.
 
-A stream that breaks is asked again at once, as any client would; both requests are in the record.
+A request that fails is asked again at once, as any client would; both are in the record.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ class Request:
     def ttft_s(self) -> float | None:
         """None when no text came."""
         return self.text_s[0] - self.sent_s if self.text_s else None
+
+    def pause_s(self, moment_s: float) -> float | None:
+        """Silence around a moment in the middle of the answer; None when it was not in the middle."""
+        before = [s for s in self.text_s if s < moment_s]
+        after = [s for s in self.text_s if s >= moment_s]
+        return after[0] - before[-1] if before and after else None
 
 
 class Session(threading.Thread):

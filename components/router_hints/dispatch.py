@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out plans: sends the request with its hint to the chosen worker and passes its stream through.
 
-A worker that cannot be reached, or goes away before its first output, costs another plan; after the first
-output nothing can be taken back and the error is the client's. Errors of the worker itself pass through.
+A worker that cannot be reached, or goes away before its first output, costs another plan. After the first
+output the frontend is told, which sends the rest of the request again (``--migration-limit``): prompt and
+answer so far, planned like any other prompt. Errors of the worker itself pass through.
 """
 
 from __future__ import annotations
@@ -94,7 +95,11 @@ class Dispatcher:
         self._notices: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
-        """Serve one request. Raises HttpError where a stock router would fail, or what the worker raised."""
+        """Serve one request.
+
+        Raises HttpError where a stock router would fail, Disconnected when the worker went away after its
+        first output, or what the worker raised.
+        """
         begun = time.monotonic()
         prompt = self._read(request, context.metadata)
         tried: list[int] = []
@@ -118,7 +123,9 @@ class Dispatcher:
                 self._books.workers.mark_down(worker_id, time.monotonic())
                 if attempt.started:
                     attempt.outcome = RequestOutcome.LOST
-                    raise _unavailable(
+                    # Of Dynamo's errors the one that the frontend migrates for without taking this router out
+                    # of service (observed in 1.6.1; StreamIncomplete and EngineShutdown do take it out).
+                    raise Disconnected(
                         f"worker {worker_id:x} went away while it was answering: {error}"
                     ) from error
                 attempt.outcome = RequestOutcome.UNREACHABLE

@@ -194,6 +194,12 @@ class _Script:
                 f"session {request.session} {request.outcome} after {len(request.text_s)} tokens, asks again",
                 request.ended_s,
             )
+        elif (pause_s := request.pause_s(self._killed_s)) is not None:
+            self.tell(
+                f"session {request.session}: its stream was under way at the kill; it paused for "
+                f"{pause_s:.2f} s and is complete",
+                request.ended_s,
+            )
         elif request.retry and request.answer is not None and request.ttft_s is not None:
             answer = request.answer
             self.tell(

@@ -557,6 +557,37 @@ def test_a_worker_lost_in_mid_stream_is_an_error_and_nothing_else(stack: Stack) 
     assert stack.ask("still served")[0] == 200
 
 
+def test_a_stream_whose_worker_is_killed_goes_on_with_another_worker(model: Path, tmp_path: Path) -> None:
+    """The frontend migrates it, with the answer so far as part of the prompt; the router plans as always."""
+    stack = Stack(tmp_path, model)
+    stack.environment["DYN_MIGRATION_LIMIT"] = "3"
+    try:
+        stack.frontend()
+        stack.router()
+        workers = [stack.worker("w0"), stack.worker("w1")]
+        stack.ready()
+        for worker in workers:
+            worker.silent("-")
+        with stack.stream("cut off", headers={"x-dynamo-meta-behaviour": "slow"}, max_tokens=50) as chunks:
+            seen = [next(chunks), next(chunks), next(chunks)]
+            victim = until(lambda: next((w for w in workers if not w.silent("request")), None), "a request")
+            other = next(worker for worker in workers if worker is not victim)
+            victim.kill()
+            seen += list(chunks)
+        first = [said["request"] for said in victim.said if said["kind"] == "request"][-1]
+        again = other.expect("request")["request"]
+        finish = [choice["finish_reason"] for chunk in seen for choice in chunk.get("choices", [])]
+        assert finish[-1] in ("stop", "length")
+        count = len(again["token_ids"]) - len(first["token_ids"])
+        assert count >= 3
+        assert again["token_ids"][:-count] == first["token_ids"]
+        assert again["stop_conditions"]["max_tokens"] == 50 - count
+        # Neither the router nor the worker that is left was taken out of service for it.
+        assert [stack.ask(f"still served {number}")[0] for number in range(4)] == [200] * 4
+    finally:
+        stack.close()
+
+
 def test_a_router_whose_runtime_ended_starts_over(stack: Stack) -> None:
     """As after an outage of etcd that outlasted the lease: the process stays, the model comes back."""
     stack.frontend()

@@ -171,6 +171,14 @@ def test_figures_of_a_failover() -> None:
     assert report["returned"]["computed_tokens"] == 20
 
 
+def test_the_pause_of_a_stream_is_the_silence_around_the_kill() -> None:
+    cut = request(108, ttft_s=1.0)  # text at 109 and 109.1
+    migrated = Request(1, "A", 1, False, 108, (109.0, 109.5, 113.0), 114, Outcome.OK, "", ANSWER)
+    assert cut.pause_s(110.0) is None
+    assert migrated.pause_s(110.0) == 3.5
+    assert figures(seen(cut, migrated))["stall_s"] == {"p50": 3.5, "p90": 3.5, "p95": 3.5, "requests": 1}
+
+
 @pytest.mark.parametrize(
     ("count", "expected"), [(0, (None, None, None)), (1, (0, 0, 0)), (20, (9, 17, 18)), (100, (49, 89, 94))]
 )
