@@ -9,7 +9,7 @@ help:
 	@echo "make test               lint, unit, integration, crash, e2e, wheel; STAGES='unit e2e' for some of them"
 	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
 	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
-	@echo "make docs               regenerate what is generated, check links"
+	@echo "make docs               regenerate what is generated (settings, deploy files, dashboards), check links"
 	@echo "make clean              remove what builds and tests leave; .venv and downloaded models stay"
 
 setup:
@@ -34,6 +34,7 @@ bench: setup
 
 docs: setup
 	@.venv/bin/python scripts/gen_config_docs.py
+	@bash scripts/render.sh
 	@.venv/bin/python scripts/gen_signal_schema.py
 	@.venv/bin/python scripts/check_links.py
 

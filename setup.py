@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thing pyproject.toml cannot say: the optional C extension."""
+"""The one thing pyproject.toml cannot say: the optional C extensions."""
 
 from setuptools import Extension, setup
 
+FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
+
+# Optional: without a compiler the install goes on. kvcr.pool.native then uses numpy (x86-64 only),
+# router_hints.table and router_hints.ways use Python.
 setup(
     ext_modules=[
         Extension(
             "kvcr._native",
             sources=["components/kvcr/_native.c", "components/kvcr/_xxh3.c"],
             depends=["components/kvcr/_xxh3.h"],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
-            # Without a compiler the install goes on, and kvcr.pool.native uses numpy (x86-64 only).
+            extra_compile_args=FLAGS,
             optional=True,
-        )
+        ),
+        Extension(
+            "router_hints._native",
+            sources=["components/router_hints/_native.c"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
     ]
 )

@@ -172,9 +172,9 @@ class Load:
             for session in self.sessions
         )
 
-    def answering(self, home: Worker, pieces: int) -> Session | None:
-        """A session of ``home`` that has got this many pieces of an answer and waits for more."""
-        return next((s for s in self.sessions if s.home == home and len(s.under_way) >= pieces), None)
+    def answering(self, pieces: int) -> int:
+        """How many sessions have got this many pieces of an answer and wait for more."""
+        return sum(len(session.under_way) >= pieces for session in self.sessions)
 
     def stop(self) -> None:
         """Let the requests under way end."""

@@ -6,7 +6,7 @@ The core depends on no metrics library; this is the small part of one that it ne
 
 from __future__ import annotations
 
-import http.server
+import socket
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -222,6 +222,22 @@ def serve_metrics(registry: Registry, host: str, port: int) -> int:
     Raises ConfigError when the address cannot be bound.
     """
 
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served on {host}:{port} ({error.strerror}); choose another port, 0 for any"
+        ) from error
+    thread = threading.Thread(target=_serve, args=(registry, listener), name="kvcr-metrics", daemon=True)
+    thread.start()
+    return int(listener.getsockname()[1])
+
+
+def _serve(registry: Registry, listener: socket.socket) -> None:
+    # Here, as it takes longer to import than all of this package's metrics: the first scrape waits for it,
+    # and the start of the process does not.
+    import http.server
+
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 10
 
@@ -243,18 +259,11 @@ def serve_metrics(registry: Registry, host: str, port: int) -> int:
     class Server(http.server.ThreadingHTTPServer):
         daemon_threads = True
 
-    try:
-        server = Server((host, port), Handler)
-    except OSError as error:
-        raise ConfigError(
-            f"metrics cannot be served on {host}:{port} ({error.strerror}); choose another port, 0 for any"
-        ) from error
+    server = Server(listener.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
     # Nobody calls shutdown(), so the loop need not wake up to look for it: an idle guard uses no CPU.
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 3600.0}, name="kvcr-metrics", daemon=True
-    )
-    thread.start()
-    return int(server.server_address[1])
+    server.serve_forever(poll_interval=3600.0)
 
 
 def _braces(names: Sequence[str], values: Sequence[str]) -> str:

@@ -30,6 +30,8 @@ class WorkerCard(msgspec.Struct, frozen=True):
     """Lowest data-parallel rank it serves."""
     ranks: int = 1
     max_requests: int = 0
+    kv_blocks: int = 0
+    """Blocks of its engine memory."""
     taints: frozenset[str] = frozenset()
     control_endpoints: dict[int, str] = {}
     """Control endpoint of the guard beside each rank."""
@@ -37,6 +39,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
 
 class _Runtime(msgspec.Struct):
     max_num_seqs: int | None = None
+    total_kv_blocks: int | None = None
     data_parallel_start_rank: int = 0
     data_parallel_size: int = 1
     taints: list[str] = []
@@ -72,6 +75,7 @@ def parse_card(value: bytes) -> WorkerCard:
         first_rank=runtime.data_parallel_start_rank,
         ranks=max(1, runtime.data_parallel_size),
         max_requests=runtime.max_num_seqs or 0,
+        kv_blocks=runtime.total_kv_blocks or 0,
         taints=frozenset(runtime.taints),
         control_endpoints=endpoints,
     )

@@ -15,6 +15,7 @@ from dynamo.runtime import Client, DistributedRuntime
 
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import state_subject
+from router_hints.agents import Agents
 from router_hints.bus import Bus
 from router_hints.costs import CostModel
 from router_hints.discovery import Discovery
@@ -29,6 +30,7 @@ from router_hints.locations import LocationPublisher, kv_events_subject
 from router_hints.metrics import Metrics
 from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
 from router_hints.placement import Placement
+from router_hints.plans import NoWorker
 from router_hints.settings import RouterSettings
 from router_hints.workers import WorkerTable
 
@@ -47,7 +49,7 @@ class RouterComponent:
         self._runtime = runtime
         self._metrics = Metrics()
         self._workers = WorkerTable(settings.block_size)
-        self._guards = GuardDirectory()
+        self._guards = GuardDirectory(domain_required=settings.domain_required)
         self._index = LocationIndex(max_blocks=settings.index_blocks)
         self._ledger = Ledger()
         self._costs = CostModel(settings.costs)
@@ -78,6 +80,18 @@ class RouterComponent:
         )
         self._failovers = Failovers(settings.namespace, self._workers, self._guards, self._metrics)
         self._bus.on_connect(self._failovers.catch_up)
+        self._placement: Placement | None = None
+        self._agents = Agents(
+            settings,
+            self._name,
+            guards=self._guards,
+            index=self._index,
+            ledger=self._ledger,
+            plans=self._plans,
+            metrics=self._metrics,
+            bus=self._bus,
+            placement=self._planning,
+        )
         self._discovery = Discovery(
             settings,
             self._workers,
@@ -90,6 +104,7 @@ class RouterComponent:
         """Serve until the runtime shuts down. ``stopping`` ends the wait for the first worker early."""
         settings = self._settings
         self._subscribe()
+        await self._agents.start()
         self._bus.start()
         self._locations.start()
         self._inventory.start()
@@ -111,6 +126,7 @@ class RouterComponent:
                 upkeep.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await upkeep
+            await self._agents.close()
             await self._discovery.close()
             await self._inventory.close()
             await self._locations.close()
@@ -119,7 +135,8 @@ class RouterComponent:
     # --- parts -----------------------------------------------------------------------------------
 
     def _dispatcher(self, client: Client, overlap: G1Overlap) -> Dispatcher:
-        placement = Placement(
+        replicas = self._agents.replicas
+        self._placement = placement = Placement(
             workers=self._workers,
             guards=self._guards,
             index=self._index,
@@ -130,6 +147,8 @@ class RouterComponent:
             overlap=overlap.blocks,
             silent=self._inventory.silent,
             deadline_ms=self._settings.deadline_ms,
+            router=self._name,
+            replicas=lambda: (1 + len(replicas.others()), replicas.stale_s),
         )
 
         async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
@@ -144,7 +163,8 @@ class RouterComponent:
             Books(
                 workers=self._workers,
                 guards=self._guards,
-                ledger=self._ledger,
+                bookings=replicas,
+                visits=self._agents.visits,
                 costs=self._costs,
                 metrics=self._metrics,
                 plans=self._plans,
@@ -153,6 +173,11 @@ class RouterComponent:
                 router=self._name,
             ),
         )
+
+    def _planning(self) -> Placement:
+        if self._placement is None:
+            raise NoWorker("no worker has been ready yet")
+        return self._placement
 
     def _subscribe(self) -> None:
         place = (self._settings.namespace, self._settings.worker_component, self._settings.worker_endpoint)
@@ -217,6 +242,8 @@ class RouterComponent:
             self._costs.relax(now_s - last_s)
             self._workers.expire(now_s)
             last_s = now_s
+            # Averages need samples also while nothing is planned.
+            self._ledger.loads(now_s)
             alive = set(client.instance_ids())
             for worker_id in self._alive - alive:
                 self._forget_worker(worker_id)
@@ -241,6 +268,7 @@ class RouterComponent:
         self._failovers.gone(name)
         self._costs.forget_guard(name)
         self._locations.gone(name)
+        self._agents.forget_guard(name)
         with contextlib.suppress(KeyError):
             self._metrics.index_blocks.remove(name)
 
@@ -276,7 +304,8 @@ class RouterComponent:
         metrics, now = self._metrics, time.monotonic()
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
-        metrics.index_dropped.set(self._index.dropped_blocks)
+        self._agents.measure()
+        metrics.index_evicted.set(self._index.evicted_blocks)
         for state in _GUARD_STATES:
             metrics.guards.labels(state.lower()).set(self._failovers.counts()[state])
         alive = set(self._alive)

@@ -7,8 +7,7 @@ Pure: observations come with their durations, nothing here reads a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -25,6 +24,8 @@ _PRIOR_WEIGHT = 0.5
 _PRIOR_TOKENS = 4096.0
 _MIN_TOKENS_PER_S = 1.0
 _COPY_WEIGHT = 0.2
+_CLASS_WEIGHT = 0.02
+"""A pair counts little for its class: one bad cable is no reason to distrust the others."""
 _COPY_SAMPLE_BYTES = 256 * 1024
 """Shorter copies measure latency, not bandwidth."""
 _SLOWEST_COPY = 0.02
@@ -34,6 +35,11 @@ for many reasons, and a link believed dead is never measured again."""
 
 _FASTEST_COPY = 2.0
 """Nor more than this times what is known: the copy's share of a first output is a difference of estimates."""
+_WAIT_SAMPLE_S = 0.05
+_WAIT_WEIGHT = 0.1
+_WAIT_RANGE = 4.0
+"""Continuous batching overlaps waits, full batches stretch them; beyond this the prediction was of
+something else."""
 _HALF_LIFE_S = 60.0
 """A link that was slow is tried again: what is known of it fades to the default."""
 
@@ -46,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """From dispatch to first output with nothing to compute."""
     host_bytes_per_s: float = 3e9
     domain_bytes_per_s: float = 1e9
+    zone_bytes_per_s: float = 5e8
     far_bytes_per_s: float = 2e8
     copy_latency_s: float = 0.003
     """Lease, validation and commit of one copy, whatever its size."""
@@ -55,10 +62,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Expected wait for each request ahead when the engine's batch is full."""
     decode_s: float = 0.002
     """How much each running request slows a prefill down."""
+    max_replicas: int = 16
+    """Guards that may keep copies of one prefix: further workers fetch it for one request only."""
+    copy_budget_bytes_per_s: float = 0.0
+    """Bytes that all copies together may take in a second, on average; 0 for no bound."""
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(msgspec.Struct, frozen=True):
     """Straight line of one worker: first output after ``overhead_s + tokens / tokens_per_s``."""
 
     tokens_per_s: float
@@ -68,12 +78,24 @@ class Prefill:
         return tokens / self.tokens_per_s
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """One directed link between two guards."""
 
     bytes_per_s: float
     latency_s: float
+
+
+class CostSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All prices one plan was made from, as it is logged."""
+
+    settings: Settings
+    unseen: Prefill
+    prefills: list[tuple[Rank, Prefill]]
+    waits: list[tuple[Rank, float]]
+    rates: list[float]
+    """bytes/s by :class:`Link`"""
+    copies: list[tuple[str, str, float, int]]
+    """target, source, bytes/s, :class:`Link`"""
 
 
 class _Line:
@@ -118,32 +140,75 @@ class CostModel:
         """what is assumed of a worker not seen yet: that it is like the others"""
         self._lines: dict[Rank, _Line] = {}
         self._fits: dict[Rank, Prefill] = {}
+        self._waits: dict[Rank, float] = {}
         self._rates = np.array(
-            [self.settings.host_bytes_per_s, self.settings.domain_bytes_per_s, self.settings.far_bytes_per_s]
+            [
+                self.settings.host_bytes_per_s,
+                self.settings.domain_bytes_per_s,
+                self.settings.zone_bytes_per_s,
+                self.settings.far_bytes_per_s,
+            ]
         )
-        """default bytes/s by :class:`Link`"""
+        """configured bytes/s by :class:`Link`"""
+        self._seen = self._rates.copy()
+        """the same as measured over all pairs: what is assumed of a pair not seen yet"""
         self._copies: dict[str, dict[str, tuple[float, Link]]] = {}
         """measured bytes/s by target and source"""
 
     def prefill(self, rank: Rank) -> Prefill:
         return self._fits.get(rank, self._unseen)
 
+    def wait_factor(self, rank: Rank) -> float:
+        """What a second of predicted queue turned out to take on this rank."""
+        return self._waits.get(rank, 1.0)
+
     def copy(self, source: str, target: str, link: Link) -> Copy:
         """Price of a copy from one guard to another that is ``link`` away."""
         known = self._copies.get(target, {}).get(source)
-        rate = known[0] if known is not None else self._rates[link]
+        rate = known[0] if known is not None else self._seen[link]
         return Copy(float(rate), self.settings.copy_latency_s)
 
-    def copies(
-        self, sources: Sequence[str], target: str, links: npt.NDArray[np.int8]
-    ) -> tuple[npt.NDArray[np.float64], float]:
-        """The same from many sources to one target: bytes/s of each, and the latency of all."""
-        rates = self._rates[links]
-        for row, source in enumerate(sources if target in self._copies else ()):
-            known = self._copies[target].get(source)
-            if known is not None:
-                rates[row] = known[0]
-        return rates, self.settings.copy_latency_s
+    def rates(
+        self, sources: Sequence[str], targets: Sequence[str], links: npt.NDArray[np.int8]
+    ) -> npt.NDArray[np.float64]:
+        """Bytes/s from each source to each target, ``[targets, sources]`` as ``links`` is."""
+        rates = self._seen[links]
+        columns = {source: column for column, source in enumerate(sources)} if self._copies else {}
+        for row, target in enumerate(targets if self._copies else ()):
+            for source, (rate, _) in self._copies.get(target, {}).items():
+                if (column := columns.get(source)) is not None:
+                    rates[row, column] = rate
+        return rates
+
+    def snapshot(self, ranks: Collection[Rank], guards: Iterable[str]) -> CostSnapshot:
+        """Everything a plan among these can depend on."""
+        names = set(guards)
+        return CostSnapshot(
+            settings=self.settings,
+            unseen=self._unseen,
+            prefills=[(rank, self._fits[rank]) for rank in ranks if rank in self._fits],
+            waits=[(rank, self._waits[rank]) for rank in ranks if rank in self._waits],
+            rates=self._seen.tolist(),
+            copies=[
+                (target, source, rate, int(link))
+                for target, copies in self._copies.items()
+                if target in names
+                for source, (rate, link) in copies.items()
+                if source in names
+            ],
+        )
+
+    @classmethod
+    def restore(cls, snapshot: CostSnapshot) -> CostModel:
+        """A model that gives the same prices."""
+        model = cls(snapshot.settings)
+        model._unseen = snapshot.unseen
+        model._fits = dict(snapshot.prefills)
+        model._waits = dict(snapshot.waits)
+        model._seen = np.array(snapshot.rates)
+        for target, source, rate, link in snapshot.copies:
+            model._copies.setdefault(target, {})[source] = (rate, Link(link))
+        return model
 
     def observe_prefill(self, rank: Rank, tokens: int, seconds: float) -> None:
         """A request that waited for nobody gave its first output after this time."""
@@ -157,20 +222,29 @@ class CostModel:
         line.observe(float(tokens), seconds)
         self._fits[rank] = line.fit(self._unseen)
 
+    def observe_wait(self, rank: Rank, predicted_s: float, seconds: float) -> None:
+        """A request waited for others this long, as far as one can tell from its first output."""
+        if predicted_s < _WAIT_SAMPLE_S:
+            return
+        sample = min(max(seconds / predicted_s, 1 / _WAIT_RANGE), _WAIT_RANGE)
+        self._waits[rank] = self.wait_factor(rank) + _WAIT_WEIGHT * (sample - self.wait_factor(rank))
+
     def observe_copy(self, source: str, target: str, link: Link, byte_count: int, seconds: float) -> None:
         """A copy of this size took this long, as far as one can tell from the first output."""
         if byte_count < _COPY_SAMPLE_BYTES:
             return
         default = float(self._rates[link])
         copies = self._copies.setdefault(target, {})
-        known, _ = copies.get(source, (default, link))
+        known, _ = copies.get(source, (float(self._seen[link]), link))
         sample = byte_count / seconds if seconds > 0 else math.inf
         sample = min(max(sample, default * _SLOWEST_COPY), known * _FASTEST_COPY)
         copies[source] = ((1 - _COPY_WEIGHT) * known + _COPY_WEIGHT * sample, link)
+        self._seen[link] += _CLASS_WEIGHT * (sample - self._seen[link])
 
     def relax(self, seconds: float) -> None:
         """So much time went by: what is known of links fades."""
         kept = 0.5 ** (seconds / _HALF_LIFE_S)
+        self._seen = self._rates + (self._seen - self._rates) * kept
         for copies in self._copies.values():
             for source, (rate, link) in copies.items():
                 default = float(self._rates[link])
@@ -180,6 +254,7 @@ class CostModel:
         """The worker is gone."""
         self._lines.pop(rank, None)
         self._fits.pop(rank, None)
+        self._waits.pop(rank, None)
 
     def forget_guard(self, guard: str) -> None:
         """The guard is gone, or another one has its name now."""

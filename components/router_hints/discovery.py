@@ -18,7 +18,7 @@ from kvcr.errors import KvcrError, ProtocolError
 from router_hints.cards import card_prefix, parse_card
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.settings import RouterSettings
-from router_hints.topology import RDMA_DOMAIN
+from router_hints.topology import HOST, RDMA_DOMAIN, ZONE
 from router_hints.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,8 @@ def _guard(record: InstanceRecord) -> Guard:
         layout=record.layout,
         curve_key=record.curve_key,
         boot_id=record.boot_id,
+        host=record.topology_domains.get(HOST, ""),
+        zone=record.topology_domains.get(ZONE, ""),
         rdma_domain=record.topology_domains.get(RDMA_DOMAIN, ""),
         state=record.state,
         epoch=record.epoch,

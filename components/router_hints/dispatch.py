@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,15 +27,15 @@ from dynamo.llm.exceptions import (
 
 from kvcr.errors import ConfigError
 from kvcr.protocol.events import event, hints_subject
-from router_hints.costs import CostModel
+from router_hints.costs import CostModel, Rank
 from router_hints.explain import PlanLog
 from router_hints.guards import GuardDirectory
 from router_hints.hints import build_notice
-from router_hints.ledger import Ledger
 from router_hints.metrics import Metrics, RequestOutcome
 from router_hints.placement import Placed, Placement
 from router_hints.planner import NoWorker
 from router_hints.requests import Prompt, read_prompt
+from router_hints.visits import Visit, Visits
 from router_hints.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,17 @@ class Context(Protocol):
 
 Send = Callable[[dict[str, Any], int, Context], Awaitable[AsyncIterator[Any]]]
 """``send(request, worker_id, context)`` opens the worker's output stream."""
-Publish = Callable[[str, bytes], Coroutine[Any, Any, None]]
+Publish = Callable[[str, bytes], Coroutine[Any, Any, bool]]
+
+
+class Bookings(Protocol):
+    """Where requests are booked: the ledger here, and those of the other replicas."""
+
+    def book(
+        self, request_id: str, rank: Rank, *, prefill_tokens: int, blocks: int, copies: Mapping[str, int]
+    ) -> None: ...
+    def first_output(self, request_id: str) -> object: ...
+    def release(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class Books:
 
     workers: WorkerTable
     guards: GuardDirectory
-    ledger: Ledger
+    bookings: Bookings
+    visits: Visits
     costs: CostModel
     metrics: Metrics
     plans: PlanLog
@@ -92,7 +103,7 @@ class Dispatcher:
         self._placement = placement
         self._send = send
         self._books = books
-        self._notices: set[asyncio.Task[None]] = set()
+        self._notices: set[asyncio.Task[bool]] = set()
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
         """Serve one request.
@@ -102,16 +113,29 @@ class Dispatcher:
         """
         begun = time.monotonic()
         prompt = self._read(request, context.metadata)
+        visit = self._books.visits.arrive(prompt)
+        try:
+            async for output in self._serve(request, context, prompt, visit, begun):
+                yield output
+        finally:
+            # Also when the client left and this generator is closed at its yield.
+            self._books.visits.leave(visit)
+
+    async def _serve(
+        self, request: dict[str, Any], context: Context, prompt: Prompt, visit: Visit, begun: float
+    ) -> AsyncIterator[Any]:
         tried: list[int] = []
         while True:
-            placed = await self._place(prompt, tried)
+            placed = await self._place(prompt, tried, visit)
             worker_id = placed.plan.rank[0]
             attempt = _Attempt(self._books, placed, context.id(), len(tried), begun)
             self._tell(placed, context.id())
+            self._books.visits.planned(visit, placed)
             try:
                 stream = await self._send(_with_plan(request, placed), worker_id, context)
                 async for output in stream:
                     attempt.output()
+                    self._books.visits.output(visit, _tokens(output))
                     yield output
             except Exception as error:
                 if context.is_stopped():
@@ -144,7 +168,6 @@ class Dispatcher:
                 attempt.outcome = RequestOutcome.CANCELLED if context.is_stopped() else RequestOutcome.OK
                 return
             finally:
-                # Also when the client left and this generator is closed at its yield.
                 attempt.close()
 
     def _read(self, request: dict[str, Any], metadata: Mapping[str, str]) -> Prompt:
@@ -154,9 +177,9 @@ class Dispatcher:
             self._books.metrics.requests.labels("", RequestOutcome.INVALID.value).inc()
             raise HttpError(400, str(error)) from error
 
-    async def _place(self, prompt: Prompt, tried: list[int]) -> Placed:
+    async def _place(self, prompt: Prompt, tried: list[int], visit: Visit) -> Placed:
         try:
-            return await self._placement.place(prompt, tried)
+            return await self._placement.place(prompt, tried, visit.turn, visit.view, visit.chain)
         except NoWorker as error:
             self._books.metrics.requests.labels("", RequestOutcome.NO_WORKER.value).inc()
             raise _unavailable(str(error)) from error
@@ -188,7 +211,7 @@ class _Attempt:
         self._sent_s = time.monotonic()
         self.started = False
         self.outcome = RequestOutcome.CANCELLED
-        books.ledger.book(
+        books.bookings.book(
             request_id,
             made.rank,
             prefill_tokens=made.prefill_tokens,
@@ -204,7 +227,7 @@ class _Attempt:
         self.started = True
         now = time.monotonic()
         books, made = self._books, self._placed.plan
-        books.ledger.first_output(self._request_id)
+        books.bookings.first_output(self._request_id)
         books.workers.mark_up(made.rank[0])
         books.plans.first_output(made.plan_id, now - self._sent_s)
         books.metrics.first_output_seconds.observe(now - self._begun_s)
@@ -212,12 +235,15 @@ class _Attempt:
 
     def close(self) -> None:
         books, made = self._books, self._placed.plan
-        books.ledger.release(self._request_id)
+        books.bookings.release(self._request_id)
         books.plans.ended(made.plan_id, self.outcome.value)
         books.metrics.requests.labels(f"{made.rank[0]:x}", self.outcome.value).inc()
 
     def _learn(self, seconds: float) -> None:
         books, made, target = self._books, self._placed.plan, self._placed.target
+        if made.chosen.wait_s > 0 and not made.sources:
+            alone_s = made.chosen.fetch_s + made.chosen.prefill_s + made.chosen.load_s
+            books.costs.observe_wait(made.rank, made.chosen.wait_s, seconds - alone_s)
         if made.chosen.wait_s > 0 or made.chosen.load_s > 0:
             # It shared the worker with others: its time says nothing about prefill or copies.
             return
@@ -227,7 +253,10 @@ class _Attempt:
         elif len(asked) == 1 and target is not None:
             ((source, byte_count),) = asked.items()
             link = books.guards.topology.link(source, target.name)
-            books.costs.observe_copy(source, target.name, link, byte_count, seconds - made.chosen.prefill_s)
+            loaded_s = byte_count / books.costs.settings.load_bytes_per_s
+            books.costs.observe_copy(
+                source, target.name, link, byte_count, seconds - made.chosen.prefill_s - loaded_s
+            )
 
 
 def _with_plan(request: dict[str, Any], placed: Placed) -> dict[str, Any]:
@@ -242,6 +271,12 @@ def _with_plan(request: dict[str, Any], placed: Placed) -> dict[str, Any]:
     if placed.hint is not None:
         planned["kv_hint"] = placed.hint
     return planned
+
+
+def _tokens(output: Any) -> Sequence[int]:
+    """What a worker's output decoded."""
+    found = output.get("token_ids") if isinstance(output, dict) else None
+    return found if isinstance(found, list) else ()
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -33,6 +33,8 @@ class Guard(msgspec.Struct, frozen=True):
     """CURVE public key, hex; empty without a secret."""
     boot_id: str = ""
     rdma_domain: str = ""
+    zone: str = ""
+    host: str = ""
     state: str = ""
     """Of its engine, see :class:`kvcr.guard.view.GuardState`."""
     epoch: int = 0
@@ -47,11 +49,13 @@ class Guard(msgspec.Struct, frozen=True):
 class GuardDirectory:
     """All known guards. One thread; what it returns is replaced, never changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, domain_required: bool = False) -> None:
+        """``domain_required``: no copies between RDMA domains, whatever they would gain."""
+        self._required = domain_required
         self._guards: dict[str, Guard] = {}
         self._by_endpoint: dict[str, Guard] = {}
         self._holders: dict[str, Holder] = {}
-        self._topology = Topology()
+        self._topology = Topology({}, domain_required)
 
     def put(self, guard: Guard) -> None:
         """A guard registered, or its record changed."""
@@ -87,7 +91,9 @@ class GuardDirectory:
     def _derive(self) -> None:
         guards = self._guards.values()
         self._by_endpoint = {guard.endpoint: guard for guard in guards}
-        self._topology = Topology({g.name: Place(g.boot_id, g.rdma_domain) for g in guards})
+        self._topology = Topology(
+            {g.name: Place(g.boot_id, g.rdma_domain, g.zone, g.host) for g in guards}, self._required
+        )
         self._holders = {
             guard.name: Holder(
                 guard.name,

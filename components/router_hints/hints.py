@@ -14,19 +14,22 @@ from router_hints.planner import Plan
 
 
 def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) -> dict[str, Any] | None:
-    """The hint that asks the target's guard for the plan's copies, or None for a plan without any.
+    """The hint for the target's guard and engine, or None when there is nothing to say.
 
     ``keys`` are the request's block keys in the *target's* key space, from its first block on. A copy may
     take ``deadline_ms``, or half the time to recompute if that is more: a source that hangs then costs a
-    request half as long again as no hint would have.
+    request half as long again as no hint would have. A request of which nothing is to be kept says so even
+    when nothing is fetched for it.
     """
-    if not plan.sources:
+    if not plan.sources and not plan.no_retain:
         return None
-    last = max(run.first + run.count for run in plan.sources) - 1
+    last = max((run.first + run.count for run in plan.sources), default=0) - 1
     payload = FetchPayload(
         plan_id=plan.plan_id,
         sources=[FetchSource(run.endpoint, run.first, run.count, run.guard) for run in plan.sources],
-        last_key=keys[last].hex(),
+        last_key=keys[last].hex() if plan.sources else "",
+        mode="move" if plan.sources and all(run.frees for run in plan.sources) else "copy",
+        no_retain=plan.no_retain,
         give_up_ms=round(plan.give_up_ms, 3),
         deadline_ms=max(deadline_ms, round(plan.give_up_ms / 2, 3)),
     )

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.keys import KEY_BYTES
 from kvcr.protocol.events import Heartbeat, Inventory
 from kvcr.protocol.peer import SnapshotChunk
-from router_hints.table import BlockTable, as_words, fold
+from router_hints.table import BlockTable
 
 MAX_PENDING_BATCHES = 1024
 """Batches kept of one guard beyond a gap, or during a snapshot; more is answered by a new snapshot."""
@@ -112,16 +113,14 @@ class _Stream:
     bit: int
     incarnation: int
     sequence: int = 0
-    count: int = 0
-    digest: int = 0
     pending: dict[int, Inventory] = field(default_factory=dict)
     behind: int = 0
     """highest sequence known to exist"""
     wants_snapshot: str = ""
     """the reason, or empty"""
     snapshot: _Snapshot | None = None
-    dropped: int = 0
-    """blocks that found no room: the digest cannot agree until the next snapshot fits"""
+    complete: bool = False
+    """it was read whole once"""
 
 
 class LocationIndex:
@@ -132,8 +131,7 @@ class LocationIndex:
         self._streams: dict[str, _Stream] = {}
         self._names: list[str | None] = []
         self._dead: dict[str, int] = {}
-        self.dropped_blocks = 0
-        """Blocks that were not indexed because the table is full, since the start."""
+        self._evicted_before = 0
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ class LocationIndex:
         if stream is None and self._dead.get(guard, -1) > incarnation:
             return
         bit = stream.bit if stream is not None else self._take_bit(guard)
-        self._table.clear(bit)
+        self._clear(bit)
         self._streams[guard] = _Stream(bit, incarnation, wants_snapshot="new guard")
 
     def retire(self, guard: str) -> None:
@@ -158,7 +156,7 @@ class LocationIndex:
             self._dead[guard] = stream.incarnation
             if len(self._dead) > _MAX_TOMBSTONES:
                 del self._dead[next(iter(self._dead))]
-            self._table.clear(stream.bit)
+            self._clear(stream.bit)
             self._names[stream.bit] = None
 
     def guards(self) -> list[str]:
@@ -171,7 +169,23 @@ class LocationIndex:
     def blocks(self, guard: str) -> int:
         """Blocks indexed for ``guard``."""
         stream = self._streams.get(guard)
-        return 0 if stream is None else stream.count
+        return 0 if stream is None else self._table.count(stream.bit)
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Blocks that had to leave a full table, since the start; one with two holders counts twice."""
+        now = sum(self._table.evicted(stream.bit) for stream in self._streams.values())
+        return self._evicted_before + now
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self._table.nbytes
+
+    @property
+    def complete(self) -> tuple[int, int]:
+        """Guards that were read whole since they were admitted, and all of them."""
+        return sum(stream.complete for stream in self._streams.values()), len(self._streams)
 
     def __len__(self) -> int:
         """Distinct blocks indexed."""
@@ -211,7 +225,11 @@ class LocationIndex:
         if heartbeat.sequence > stream.sequence:
             stream.behind = max(stream.behind, heartbeat.sequence)
             return Outcome.BEHIND
-        if stream.dropped or (heartbeat.count, heartbeat.digest) == (stream.count, stream.digest):
+        if self._table.evicted(stream.bit):
+            # Ours is a part of it by our own doing, until its next snapshot finds room.
+            return Outcome.APPLIED
+        known = self._table.count(stream.bit), self._table.digest(stream.bit)
+        if (heartbeat.count, heartbeat.digest) == known:
             return Outcome.APPLIED
         stream.wants_snapshot = stream.wants_snapshot or "digest differs"
         return Outcome.DIFFERS
@@ -273,23 +291,17 @@ class LocationIndex:
 
     def lookup(self, keys: bytes) -> IndexView:
         """Who has which of these blocks (16 bytes a key, in chain order)."""
-        masks = self._table.masks(as_words(keys))
-        present = np.bitwise_or.reduce(masks, axis=0, initial=np.uint64(0))
-        names: list[str] = []
-        rows: list[npt.NDArray[np.bool_]] = []
-        for bit, name in enumerate(self._names):
-            column, flag = divmod(bit, 64)
-            if name is not None and column < len(present) and int(present[column]) >> flag & 1:
-                names.append(name)
-                rows.append((masks[:, column] & np.uint64(1 << flag)) != 0)
-        if not names:
-            return IndexView.empty(len(masks))
-        return IndexView(tuple(names), np.stack(rows))
+        bits, rows = self._table.lookup(keys)
+        blocks = len(keys) // KEY_BYTES
+        if not bits:
+            return IndexView.empty(blocks)
+        held = np.frombuffer(rows, dtype=np.bool_).reshape(len(bits), blocks)
+        return IndexView(tuple([self._names[bit] or "" for bit in bits]), held)
 
     def held_by(self, guard: str) -> bytes:
         """Every key of ``guard``, 16 bytes each, in no order."""
         stream = self._streams.get(guard)
-        return b"" if stream is None else self._table.held_by(stream.bit).tobytes()
+        return b"" if stream is None else self._table.held_by(stream.bit)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -321,29 +333,24 @@ class LocationIndex:
         stream.sequence = batch.sequence
         if batch.tier != _G2:
             return
-        removed = self._table.remove(as_words(batch.removed_keys), stream.bit)
-        stream.count -= len(removed)
-        stream.digest ^= fold(removed)
-        self._store(stream, batch.stored_keys)
+        self._table.remove(batch.removed_keys, stream.bit)
+        self._table.add(batch.stored_keys, stream.bit)
 
-    def _store(self, stream: _Stream, keys: bytes) -> None:
-        added, dropped = self._table.add(as_words(keys), stream.bit)
-        stream.count += len(added)
-        stream.digest ^= fold(added)
-        stream.dropped += dropped
-        self.dropped_blocks += dropped
+    def _clear(self, bit: int) -> None:
+        self._evicted_before += self._table.evicted(bit)
+        self._table.clear(bit)
 
     def _replace(self, stream: _Stream, snapshot: _Snapshot) -> None:
         stream.snapshot = None
         if snapshot.overrun:
             stream.wants_snapshot = "the guard changed faster than its snapshot was read"
             return
-        self._table.clear(stream.bit)
-        stream.count = stream.digest = stream.dropped = 0
+        self._clear(stream.bit)
+        stream.complete = True
         stream.wants_snapshot = ""
         stream.sequence = snapshot.sequence or 0
         for keys in snapshot.keys:
-            self._store(stream, keys)
+            self._table.add(keys, stream.bit)
         # A later chunk is newer than the first. Batches set and clear, so applying those after the first
         # chunk again, in order, ends where the guard ended.
         stream.pending |= snapshot.journal

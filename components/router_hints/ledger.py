@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is busy with what: our own bookings, corrected by what workers report about themselves.
+"""Who is busy with what: our own bookings, corrected by what workers report about themselves, and the turns
+that were announced.
 
 A request is booked the moment it is planned, so that the next plan already sees it; its prefill (and the
-copies it asked for) are released at its first output, the rest when it ends, however it ends. Pure: the
-time is an argument.
+copies it asked for) are released at its first output, the rest when it ends, however it ends. Each rank's
+queue also has a fast and a slow average: a spike is not a trend. Pure: the time is an argument.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from router_hints.costs import Rank
 
 REPORT_TTL_S = 10.0
 """A worker that stops reporting is believed for this long."""
+FAST_S = 3.0
+SLOW_S = 60.0
+"""Time constants of the two averages of a rank's queue."""
+ANNOUNCED_GRACE_S = 30.0
+"""An announced turn that is this late does not come."""
+MAX_ANNOUNCED = 10_000
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What one rank is busy with."""
 
     prefill_tokens: int = 0
@@ -26,18 +35,37 @@ class Load:
     requests: int = 0
     blocks: int = 0
     """KV blocks of the requests it runs."""
+    fast_tokens: float = 0.0
+    """Average of ``prefill_tokens`` over the last seconds."""
+    slow_tokens: float = 0.0
+    """The same over about a minute: the trend."""
 
 
-@dataclass(frozen=True)
-class Loads:
+class Announced(msgspec.Struct, frozen=True):
+    """A turn that will come to a rank: load that nobody has sent yet."""
+
+    rank: Rank
+    starts_in_s: float
+    prefill_tokens: int
+
+
+class Loads(msgspec.Struct, frozen=True):
     """All of it, as of one moment."""
 
-    ranks: Mapping[Rank, Load] = field(default_factory=dict)
-    outgoing_bytes: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[Rank, Load] = {}
+    outgoing_bytes: Mapping[str, int] = {}
     """Bytes each guard is asked for and has probably not sent yet."""
+    announced: tuple[Announced, ...] = ()
+    copied_bytes_per_s: float = 0.0
+    """All copies asked for, averaged over about a minute."""
+    unseen_tokens: float = 0.0
+    """Prefill that other routers may have sent since this router last heard of them."""
 
     def of(self, rank: Rank) -> Load:
-        return self.ranks.get(rank, Load())
+        return self.ranks.get(rank, _IDLE)
+
+
+_IDLE = Load()
 
 
 @dataclass
@@ -61,12 +89,50 @@ class _Foreign:
     until_s: float
 
 
+@dataclass
+class _Rank:
+    """Sums of the bookings of one rank, and the averages of its queue."""
+
+    prefill_tokens: int = 0
+    requests: int = 0
+    blocks: int = 0
+    fast: float = 0.0
+    slow: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Coming:
+    rank: Rank
+    starts_at_s: float
+    prefill_tokens: int
+
+
+@dataclass
+class _Flow:
+    """A rate, averaged over :data:`SLOW_S`."""
+
+    per_s: float = 0.0
+    pending: float = 0.0
+
+    def step(self, seconds: float) -> None:
+        if seconds > 0:
+            kept = math.exp(-seconds / SLOW_S)
+            self.per_s = self.per_s * kept + self.pending / SLOW_S
+            self.pending = 0.0
+
+
+@dataclass
 class Ledger:
     """Bookings by request id. One thread."""
 
-    def __init__(self) -> None:
-        self._bookings: dict[str, Booking] = {}
-        self._foreign: dict[Rank, _Foreign] = {}
+    _bookings: dict[str, Booking] = field(default_factory=dict)
+    _ranks: dict[Rank, _Rank] = field(default_factory=dict)
+    _foreign: dict[Rank, _Foreign] = field(default_factory=dict)
+    _outgoing: dict[str, int] = field(default_factory=dict)
+    _coming: dict[str, _Coming] = field(default_factory=dict)
+    _copied: _Flow = field(default_factory=_Flow)
+    _booked: _Flow = field(default_factory=_Flow)
+    _stepped_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._bookings)
@@ -81,23 +147,50 @@ class Ledger:
         copies: Mapping[str, int],
     ) -> None:
         """Book, or move to another rank what was booked under this id."""
+        self.release(request_id)
         self._bookings[request_id] = Booking(rank, prefill_tokens, blocks, dict(copies))
+        sums = self._ranks.setdefault(rank, _Rank())
+        sums.prefill_tokens += prefill_tokens
+        sums.requests += 1
+        sums.blocks += blocks
+        for guard, byte_count in copies.items():
+            self._outgoing[guard] = self._outgoing.get(guard, 0) + byte_count
+        self._copied.pending += sum(copies.values())
+        self._booked.pending += prefill_tokens
 
     def first_output(self, request_id: str) -> Booking | None:
         """The prefill is over. Returns the booking the first time, None after that or when unknown."""
         booking = self._bookings.get(request_id)
         if booking is None or not booking.prefilling:
             return None
-        booking.prefilling = False
+        self._prefilled(booking)
         return booking
 
     def release(self, request_id: str) -> None:
         """The request is over, or never started; releasing it again changes nothing."""
-        self._bookings.pop(request_id, None)
+        booking = self._bookings.pop(request_id, None)
+        if booking is None:
+            return
+        if booking.prefilling:
+            self._prefilled(booking)
+        sums = self._ranks[booking.rank]
+        sums.requests -= 1
+        sums.blocks -= booking.blocks
+
+    def announce(self, turn_id: str, rank: Rank, *, starts_at_s: float, prefill_tokens: int) -> None:
+        """A turn is expected on ``rank``: part of the load that plans see until it comes."""
+        self._coming.pop(turn_id, None)
+        self._coming[turn_id] = _Coming(rank, starts_at_s, prefill_tokens)
+        if len(self._coming) > MAX_ANNOUNCED:
+            del self._coming[next(iter(self._coming))]
+
+    def withdraw(self, turn_id: str) -> None:
+        """It came, and is booked now; or it will not come."""
+        self._coming.pop(turn_id, None)
 
     def report(self, rank: Rank, *, prefill_tokens: int, blocks: int, now_s: float) -> None:
         """What a rank says about itself, whoever sent it its requests."""
-        own = self._own(rank)
+        own = self._ranks.get(rank, _Rank())
         self._foreign[rank] = _Foreign(
             max(0, prefill_tokens - own.prefill_tokens), max(0, blocks - own.blocks), now_s + REPORT_TTL_S
         )
@@ -105,31 +198,67 @@ class Ledger:
     def forget_worker(self, worker_id: int) -> None:
         """The worker is gone: its bookings end with their streams, its reports count no more."""
         self._foreign = {rank: seen for rank, seen in self._foreign.items() if rank[0] != worker_id}
+        self._coming = {key: turn for key, turn in self._coming.items() if turn.rank[0] != worker_id}
+        for rank, sums in self._ranks.items():
+            if rank[0] == worker_id:
+                sums.fast = sums.slow = 0.0
 
-    def loads(self, now_s: float) -> Loads:
-        """Everything booked and reported, as of now."""
-        ranks: dict[Rank, Load] = {}
-        outgoing: dict[str, int] = {}
-        for booking in self._bookings.values():
-            load = ranks.get(booking.rank, Load())
-            ranks[booking.rank] = Load(
-                load.prefill_tokens + booking.prefill_tokens * booking.prefilling,
-                load.requests + 1,
-                load.blocks + booking.blocks,
-            )
-            if booking.prefilling:
-                for guard, byte_count in booking.copies.items():
-                    outgoing[guard] = outgoing.get(guard, 0) + byte_count
-        for rank, foreign in self._foreign.items():
-            if foreign.until_s > now_s:
-                load = ranks.get(rank, Load())
-                ranks[rank] = Load(
-                    load.prefill_tokens + foreign.prefill_tokens, load.requests, load.blocks + foreign.blocks
-                )
-        return Loads(ranks, outgoing)
+    def loads(self, now_s: float, *, routers: int = 1, stale_s: float = 0.0) -> Loads:
+        """Everything booked, reported and announced, as of now.
 
-    def _own(self, rank: Rank) -> Load:
-        mine = [booking for booking in self._bookings.values() if booking.rank == rank]
-        return Load(
-            sum(b.prefill_tokens for b in mine if b.prefilling), len(mine), sum(b.blocks for b in mine)
+        ``routers`` share the workers and last told each other of their bookings ``stale_s`` ago.
+        """
+        self._step(now_s)
+        ranks = {}
+        for rank in self._ranks.keys() | self._foreign.keys():
+            sums, queue, foreign_blocks = self._ranks.setdefault(rank, _Rank()), *self._queue(rank, now_s)
+            if sums.requests or queue or foreign_blocks or sums.slow > 1.0:
+                ranks[rank] = Load(queue, sums.requests, sums.blocks + foreign_blocks, sums.fast, sums.slow)
+            else:
+                del self._ranks[rank]
+        return Loads(
+            ranks,
+            dict(self._outgoing),
+            tuple(
+                Announced(turn.rank, max(0.0, turn.starts_at_s - now_s), turn.prefill_tokens)
+                for turn in self._coming.values()
+            ),
+            self._copied.per_s,
+            self._booked.per_s * stale_s * max(0, routers - 1),
         )
+
+    def _queue(self, rank: Rank, now_s: float) -> tuple[int, int]:
+        """Tokens queued on a rank, and blocks in use by requests that are not ours."""
+        own = self._ranks[rank].prefill_tokens if rank in self._ranks else 0
+        foreign = self._foreign.get(rank)
+        if foreign is None:
+            return own, 0
+        if foreign.until_s <= now_s:
+            del self._foreign[rank]
+            return own, 0
+        return own + foreign.prefill_tokens, foreign.blocks
+
+    def _step(self, now_s: float) -> None:
+        """Bring the averages up to now. The queue is taken to have been since then what it is now."""
+        seconds = 0.0 if self._stepped_s is None else max(0.0, now_s - self._stepped_s)
+        self._stepped_s = now_s
+        self._copied.step(seconds)
+        self._booked.step(seconds)
+        fast, slow = 1 - math.exp(-seconds / FAST_S), 1 - math.exp(-seconds / SLOW_S)
+        for rank, sums in self._ranks.items():
+            queue, _ = self._queue(rank, now_s)
+            sums.fast += fast * (queue - sums.fast)
+            sums.slow += slow * (queue - sums.slow)
+        late = [key for key, turn in self._coming.items() if turn.starts_at_s + ANNOUNCED_GRACE_S < now_s]
+        for key in late:
+            del self._coming[key]
+
+    def _prefilled(self, booking: Booking) -> None:
+        booking.prefilling = False
+        self._ranks[booking.rank].prefill_tokens -= booking.prefill_tokens
+        for guard, byte_count in booking.copies.items():
+            left = self._outgoing[guard] - byte_count
+            if left > 0:
+                self._outgoing[guard] = left
+            else:
+                del self._outgoing[guard]

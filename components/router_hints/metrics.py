@@ -71,9 +71,9 @@ class Metrics:
         self.index_blocks = Gauge(
             "kvcr_router_index_blocks", "Blocks indexed for a guard", ["guard"], registry=registry
         )
-        self.index_dropped = Gauge(
-            "kvcr_router_index_dropped_blocks",
-            "Blocks not indexed because the index is full",
+        self.index_evicted = Gauge(
+            "kvcr_router_index_evicted_blocks",
+            "Blocks evicted from the index because it is full, since the start",
             registry=registry,
         )
         self.index_resyncs = Counter(
@@ -113,6 +113,49 @@ class Metrics:
             "Block-location events published",
             ["tier"],
             registry=registry,
+        )
+        self.signals = Counter(
+            "kvcr_router_signals_total",
+            "Signals by kind and by the way they came: header, http, nats",
+            ["kind", "input"],
+            registry=registry,
+        )
+        self.signals_refused = Counter(
+            "kvcr_router_signals_refused_total",
+            "Signals refused, by the field that was wrong (empty: the whole)",
+            ["input", "field"],
+            registry=registry,
+        )
+        self.actions = Counter(
+            "kvcr_router_actions_total",
+            "Actions that ride on no request: sent, and by the code of each answer",
+            ["action", "code"],
+            registry=registry,
+        )
+        self.acted_blocks = Counter(
+            "kvcr_router_acted_blocks_total",
+            "Blocks that guards say such actions changed",
+            ["action"],
+            registry=registry,
+        )
+        self.acted_bytes = Counter(
+            "kvcr_router_acted_bytes_total", "Bytes of those", ["action"], registry=registry
+        )
+        self.sessions = Gauge("kvcr_router_sessions", "Sessions known", registry=registry)
+        self.session_blocks = Gauge(
+            "kvcr_router_session_blocks", "Blocks in the chains of those sessions", registry=registry
+        )
+        self.sessions_forgotten = Gauge(
+            "kvcr_router_sessions_forgotten",
+            "Sessions dropped since the start: idle for too long, for want of room, or ended",
+            ["reason"],
+            registry=registry,
+        )
+        self.announced = Gauge(
+            "kvcr_router_announced_turns", "Announced turns whose request has not come", registry=registry
+        )
+        self.replicas = Gauge(
+            "kvcr_router_replicas", "Routers that are heard, this one included", registry=registry
         )
         self.bus_dropped = Counter(
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry

@@ -6,25 +6,31 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
+from kvcr.keys import KEY_BYTES, KeySpace, extend_chain, pack_keys, unpack_keys
 from router_hints.cards import WorkerCard
+from router_hints.chains import Chain
 from router_hints.costs import CostModel, Rank
 from router_hints.guards import Guard, GuardDirectory
+from router_hints.heat import Heat
 from router_hints.hints import build_envelope
 from router_hints.index import IndexView, LocationIndex
 from router_hints.ledger import Ledger
 from router_hints.metrics import Metrics
-from router_hints.planner import Plan, Worker, plan
+from router_hints.planner import Plan, RequestView, Worker, plan
 from router_hints.requests import Prompt
+from router_hints.turns import SessionView, Turn
 from router_hints.workers import WorkerTable
 
 Overlap = Callable[[Prompt], Awaitable[dict[Rank, int]]]
 Alive = Callable[[], Collection[int]]
+
+_TURN = Turn()
+_NOWHERE = SessionView()
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,11 @@ class Placement:
         overlap: Overlap,
         silent: Callable[[], Collection[str]],
         deadline_ms: float,
+        router: str,
+        replicas: Callable[[], tuple[int, float]] = lambda: (1, 0.0),
     ) -> None:
-        """``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
+        """``replicas()``: how many routers share the workers, and the age of what is known of the others.
+        ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
         ``silent()`` the guards that must not be sources."""
         self._workers = workers
         self._guards = guards
@@ -66,32 +75,91 @@ class Placement:
         self._overlap = overlap
         self._silent = silent
         self._deadline_ms = deadline_ms
+        self._router = router
+        self._replicas = replicas
+        self._heat = Heat()
 
-    async def place(self, prompt: Prompt, without: Iterable[int] = ()) -> Placed:
-        """Plan for ``prompt``, on no worker in ``without``. Raises :class:`router_hints.planner.NoWorker`."""
+    async def place(
+        self,
+        prompt: Prompt,
+        without: Iterable[int] = (),
+        turn: Turn = _TURN,
+        session: SessionView = _NOWHERE,
+        chain: Chain | None = None,
+    ) -> Placed:
+        """Plan for ``prompt``, on no worker in ``without``. ``chain`` spares hashing it.
+
+        Raises :class:`router_hints.planner.NoWorker`."""
         g1_blocks = await self._overlap(prompt)
         begun = time.perf_counter()
         view = prompt.view(uuid.uuid4().hex, self._workers.block_size)
         candidates = self._candidates(g1_blocks, without)
-        chains = self._chains(prompt, view.reusable_blocks)
-        made = plan(
+        chains = self._chains(prompt, view.reusable_blocks, chain)
+        first_space = next(iter(chains.values()), b"")
+        rates = self._heat.seen(first_space, time.monotonic())
+        view = replace(view, router=self._router, rates_per_s=rates, turn=turn, session=session)
+        made = self._plan(view, candidates, chains, prompt.keyed)
+        target = next(guard for worker, guard in candidates if worker.rank == made.rank)
+        hint = None
+        if target is not None:
+            space = target.key_space(prompt.salt)
+            keys = unpack_keys(chains.get(space, b"")) if space is not None and made.sources else []
+            hint = build_envelope(made, keys, deadline_ms=self._deadline_ms)
+        self._metrics.plan_seconds.observe(time.perf_counter() - begun)
+        self._count(made, prompt)
+        return Placed(made, hint, target)
+
+    def place_ahead(
+        self, plan_id: str, salt: str, turn: Turn, session: SessionView, chain: Chain | None
+    ) -> Placed:
+        """Plan for a turn that is only announced, whose prompt begins with ``chain``. Raises NoWorker."""
+        size = self._workers.block_size
+        # The turn goes on after its chain, unless it begins with a part of it only.
+        tokens = chain.blocks * size + 1 if chain is not None else 1
+        if turn.isl is not None:
+            tokens = max(1, min(tokens, turn.isl))
+        view = RequestView(
+            plan_id,
+            tokens,
+            size,
+            affinity=bytes(chain.keys[:KEY_BYTES]) if chain is not None else b"",
+            turn=turn,
+            session=session,
+            ahead=True,
+            router=self._router,
+        )
+        candidates = self._candidates({}, ())
+        chains = {chain.space: chain.cut(0, view.reusable_blocks)} if chain is not None else {}
+        made = self._plan(view, candidates, chains, keyed=True)
+        self._metrics.plans.labels(made.reason.value).inc()
+        return Placed(made, None, next(guard for worker, guard in candidates if worker.rank == made.rank))
+
+    def copy_seconds(self, made: Plan, target: str) -> float:
+        """What the copies of a plan take, one after the other."""
+        seconds = 0.0
+        for source, byte_count in made.byte_counts.items():
+            price = self._costs.copy(source, target, self._guards.topology.link(source, target))
+            seconds += price.latency_s + byte_count / price.bytes_per_s
+        return seconds
+
+    def _plan(
+        self,
+        view: RequestView,
+        candidates: list[tuple[Worker, Guard | None]],
+        chains: dict[KeySpace, bytes],
+        keyed: bool,
+    ) -> Plan:
+        routers, stale_s = self._replicas()
+        return plan(
             view,
             [worker for worker, _ in candidates],
             self._look_up(chains, view.reusable_blocks).without(self._silent()),
-            self._guards.holders if prompt.keyed else {},
-            self._ledger.loads(time.monotonic()),
+            self._guards.holders if keyed else {},
+            self._ledger.loads(time.monotonic(), routers=routers, stale_s=stale_s),
             self._costs,
             self._guards.topology,
             time.time(),
         )
-        target = next(guard for worker, guard in candidates if worker.rank == made.rank)
-        hint = None
-        if made.sources and target is not None:
-            space = target.key_space(prompt.salt)
-            hint = build_envelope(made, chains[space] if space else [], deadline_ms=self._deadline_ms)
-        self._metrics.plan_seconds.observe(time.perf_counter() - begun)
-        self._count(made, prompt)
-        return Placed(made, hint, target)
 
     def _candidates(
         self, g1_blocks: dict[Rank, int], without: Iterable[int]
@@ -115,20 +183,27 @@ class Placement:
             guard=guard.name if guard is not None else "",
             taints=card.taints,
             max_requests=card.max_requests,
+            kv_blocks=card.kv_blocks,
         )
 
-    def _chains(self, prompt: Prompt, blocks: int) -> dict[KeySpace, list[BlockKey]]:
+    def _chains(self, prompt: Prompt, blocks: int, known: Chain | None) -> dict[KeySpace, bytes]:
         """The prompt's keys in each key space a guard uses: one, except while models are being replaced."""
         if not prompt.keyed or blocks == 0:
             return {}
         size = self._workers.block_size
-        tokens = np.asarray(prompt.tokens[: blocks * size], dtype=np.uint32)
         spaces = {guard.key_space(prompt.salt) for guard in self._guards.all()} - {None}
-        return {space: extend_chain(space.root(), tokens, size) for space in spaces if space is not None}
+        chains = {}
+        for space in spaces:
+            if space is not None and known is not None and known.space == space:
+                chains[space] = known.cut(0, blocks)
+            elif space is not None:
+                tokens = np.asarray(prompt.tokens[: blocks * size], dtype=np.uint32)
+                chains[space] = pack_keys(extend_chain(space.root(), tokens, size))
+        return chains
 
-    def _look_up(self, chains: dict[KeySpace, list[BlockKey]], blocks: int) -> IndexView:
+    def _look_up(self, chains: dict[KeySpace, bytes], blocks: int) -> IndexView:
         """One row for each guard that holds any of the blocks, found by its own keys."""
-        views = [self._index.lookup(pack_keys(keys)) for keys in chains.values()]
+        views = [self._index.lookup(keys) for keys in chains.values()]
         views = [view for view in views if view.guards]
         if not views:
             return IndexView.empty(blocks)

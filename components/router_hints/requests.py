@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from kvcr.errors import ConfigError
+from kvcr.protocol.signals import METADATA_KEY
 from router_hints.planner import RequestView
 
 PIN_HEADER = "kvcr-worker"
@@ -34,6 +35,13 @@ class Prompt(msgspec.Struct, frozen=True):
     pinned_rank: int | None
     required_taints: frozenset[str]
     preferred_taints: dict[str, float]
+    session: str = ""
+    """As Dynamo read it off the headers of whichever harness sent it; empty for none."""
+    parent: str = ""
+    final: bool = False
+    """The harness says that the session ends with it."""
+    signal: str = ""
+    """JSON of a :class:`kvcr.protocol.signals.Signal`, as it came; empty for none."""
 
     def view(self, plan_id: str, block_size: int) -> RequestView:
         """The planner's view of it."""
@@ -57,6 +65,7 @@ def read_prompt(request: Mapping[str, Any], metadata: Mapping[str, str]) -> Prom
     """Read one request and its context metadata. Raises ConfigError for a pin that is no worker id."""
     routing: Mapping[str, Any] = request.get("routing") or {}
     constraints: Mapping[str, Any] = routing.get("routing_constraints") or {}
+    agent: Mapping[str, Any] = request.get("agent_context") or {}
     lora_name = str(routing.get("lora_name") or request.get("lora_name") or "")
     reason = ""
     if lora_name:
@@ -73,6 +82,10 @@ def read_prompt(request: Mapping[str, Any], metadata: Mapping[str, str]) -> Prom
         pinned_rank=routing.get("dp_rank"),
         required_taints=frozenset(constraints.get("required_taints") or ()),
         preferred_taints=dict(constraints.get("preferred_taints") or {}),
+        session=str(agent.get("session_id") or ""),
+        parent=str(agent.get("parent_session_id") or ""),
+        final=bool(agent.get("session_final")),
+        signal=metadata.get(METADATA_KEY) or "",
     )
 
 

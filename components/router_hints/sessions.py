@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvcr.keys import KEY_BYTES, KeySpace
+from kvcr.protocol.signals import LastPlan
 from router_hints.chains import Chain, common_blocks
 from router_hints.costs import Rank
 
@@ -54,12 +55,14 @@ class Session:
     turns: int = 0
     running: int = 0
     touched_s: float = 0.0
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: LastPlan | None = None
     """The last decision about it, as it is shown."""
     marks: tuple[int, ...] = ()
     """Token positions at which the messages of its last prompt begin, when that is known."""
     changed_unix_s: float = 0.0
     """When its chain changed, by the clock of the router that changed it: the newest wins."""
+    writer: str = ""
+    """Router that changed it last; empty before it was told to others."""
     ended: bool = False
 
     @property
@@ -168,7 +171,7 @@ class SessionTable:
             run.session.touched_s = now_s
 
     def adopt(
-        self, key: SessionKey, parent: str, chain: Chain, unix_s: float, now_s: float
+        self, key: SessionKey, parent: str, chain: Chain | None, unix_s: float, now_s: float
     ) -> Session | None:
         """Take another router's newer chain of this session; None when ours is newer."""
         known = self._sessions.get(key)
@@ -176,8 +179,9 @@ class SessionTable:
             return None
         session = self.open(key, parent, now_s)
         session.changed_unix_s = unix_s
-        self._set_chain(session, chain)
-        self._bound(now_s, keep=key)
+        if chain is not None:
+            self._set_chain(session, chain)
+            self._bound(now_s, keep=key)
         return session
 
     def compact(self, session: Session, keep_blocks: int) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from kvcr.config import MIN_SECRET_BYTES
 from kvcr.errors import ConfigError
 from router_hints import costs
+from router_hints.tokens import Tokens, is_loopback
 
 MAX_SYSTEM_PORT = 32767
 
@@ -36,6 +37,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     index_blocks: int
     deadline_ms: float
     kept_plans: int
+    domain_required: bool
+    signals_host: str
+    signals_port: int
+    signals_tokens: Tokens
+    session_ttl_s: float
+    session_blocks: int
     costs: costs.Settings
 
 
@@ -72,12 +79,32 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         help="longest a hinted copy may take, or half the time to recompute if that is more",
     )
     parser.add_argument("--explain-plans", type=int, default=1000, help="plans kept for the explain endpoint")
+    signals = parser.add_argument_group("signals", "from agent harnesses, over HTTP; see docs/signals.md")
+    signals.add_argument("--signals-host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    signals.add_argument("--signals-port", type=int, default=0, help="port; 0 for a free one (%(default)s)")
+    signals.add_argument(
+        "--signals-token-file",
+        default="",
+        help="lines `token [tenant]`; who sends signals needs one. Required unless the host is loopback",
+    )
+    signals.add_argument(
+        "--session-ttl-s", type=float, default=7200.0, help="idle sessions are forgotten then (%(default)s)"
+    )
+    signals.add_argument(
+        "--session-blocks",
+        type=int,
+        default=4_000_000,
+        help="most blocks in the chains of all sessions, 16 bytes each (%(default)s)",
+    )
     costing = parser.add_argument_group("cost model", "defaults until measured")
     for name, text in (
         ("prefill_tokens_per_s", "prefill speed of a worker"),
         ("host_bytes_per_s", "copy between guards on one host"),
-        ("domain_bytes_per_s", "copy inside an RDMA domain, or where nothing is known"),
-        ("far_bytes_per_s", "copy between RDMA domains"),
+        ("domain_bytes_per_s", "copy inside an RDMA domain, or where nobody names domains"),
+        ("zone_bytes_per_s", "copy between RDMA domains of one zone"),
+        ("far_bytes_per_s", "copy between zones"),
+        ("load_bytes_per_s", "pool to engine memory"),
+        ("copy_budget_bytes_per_s", "bytes that all copies together may take in a second, 0 for any"),
         ("copy_latency_s", "fixed cost of a copy"),
         ("decode_s", "slow-down of a prefill by each running request"),
     ):
@@ -87,6 +114,18 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
             default=getattr(defaults, name),
             help=text + " (%(default)s)",
         )
+    costing.add_argument(
+        "--max-replicas",
+        type=int,
+        default=defaults.max_replicas,
+        help="guards that keep copies of one prefix; more fetch it for one request (%(default)s), 0 for any",
+    )
+    costing.add_argument(
+        "--topology",
+        choices=("preferred", "required"),
+        default="preferred",
+        help="required: no copy between RDMA domains, whatever it would gain (%(default)s)",
+    )
     options = vars(parser.parse_args(arguments))
     _check(options)
     _check_system_port(env("DYN_SYSTEM_PORT", ""))
@@ -108,18 +147,38 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         index_blocks=options["index_blocks"],
         deadline_ms=options["deadline_ms"],
         kept_plans=options["explain_plans"],
+        domain_required=options["topology"] == "required",
+        signals_host=options["signals_host"],
+        signals_port=options["signals_port"],
+        signals_tokens=_tokens(options["signals_host"], options["signals_token_file"]),
+        session_ttl_s=options["session_ttl_s"],
+        session_blocks=options["session_blocks"],
         costs=costs.Settings(**{name: options[name] for name in cost_names}),
     )
 
 
 def _check(options: Mapping[str, float]) -> None:
-    for name in ("block_size", "index_blocks", "deadline_ms", "explain_plans"):
+    for name in (
+        "block_size",
+        "index_blocks",
+        "deadline_ms",
+        "explain_plans",
+        "session_ttl_s",
+        "session_blocks",
+    ):
         if options[name] <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]}")
-    for name in ("prefill_tokens_per_s", "host_bytes_per_s", "domain_bytes_per_s", "far_bytes_per_s"):
+    for name in (
+        "prefill_tokens_per_s",
+        "host_bytes_per_s",
+        "domain_bytes_per_s",
+        "zone_bytes_per_s",
+        "far_bytes_per_s",
+        "load_bytes_per_s",
+    ):
         if options[name] <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {options[name]:g}")
-    for name in ("copy_latency_s", "decode_s"):
+    for name in ("copy_latency_s", "decode_s", "copy_budget_bytes_per_s", "max_replicas"):
         if options[name] < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {options[name]:g}")
 
@@ -130,6 +189,16 @@ def _check_system_port(text: str) -> None:
         raise ConfigError(
             f"DYN_SYSTEM_PORT={text} is above {MAX_SYSTEM_PORT}, the highest that Dynamo accepts"
         )
+
+
+def _tokens(host: str, path: str) -> Tokens:
+    tokens = Tokens.read(path)
+    if not tokens.needed and not is_loopback(host):
+        raise ConfigError(
+            f"--signals-host {host} is not loopback: signals move and drop KV, so give --signals-token-file, "
+            "or listen on 127.0.0.1"
+        )
+    return tokens
 
 
 def _secret(path: str) -> bytes | None:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where guards are relative to each other, as far as the price of a copy depends on it."""
+"""Where guards are relative to each other, as far as the price of a copy depends on it.
+
+A tree of link classes: host, RDMA domain, zone, and the rest. The names come from Dynamo's
+``topology_domains``. A guard that names no domain is the only one in its own, as soon as any guard names
+one; where nobody does, nothing is known and all are taken to be in one.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +15,71 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+HOST = "host"
 RDMA_DOMAIN = "rdma_domain"
 """Name of the topology domain inside which NICs reach each other, as Dynamo's cards use it."""
+ZONE = "zone"
 
 
 class Link(enum.IntEnum):
-    """Distance between two guards; a smaller one is never slower."""
+    """Distance between two guards; a smaller one is never slower by default."""
 
     HOST = 0
-    """Same host: shared memory or CMA."""
+    """Same host: shared memory or CMA. Also between the data-parallel ranks of one server."""
     DOMAIN = 1
-    """Same RDMA domain, or nothing is known about either side."""
-    FAR = 2
-    """Different RDMA domains, or only one side names its own."""
+    """Same RDMA domain, or nobody names domains."""
+    ZONE = 2
+    """Another RDMA domain of the same zone."""
+    FAR = 3
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where one guard is."""
+    """Where one guard is. Empty: not known."""
 
     boot_id: str = ""
-    """Identifies the running host; empty when unknown."""
+    """Identifies the running host."""
     rdma_domain: str = ""
+    zone: str = ""
+    host: str = ""
 
 
 class Topology(msgspec.Struct, frozen=True):
     """Places by guard name."""
 
     places: Mapping[str, Place] = {}
+    required: bool = False
+    """Copies stay inside an RDMA domain whatever they would gain; otherwise distance is only a price."""
 
     def link(self, source: str, target: str) -> Link:
         """Distance from one guard to another; an unknown guard is one of whom nothing is known."""
-        here, there = self.places.get(target, Place()), self.places.get(source, Place())
-        if here.boot_id and here.boot_id == there.boot_id:
-            return Link.HOST
-        return Link.DOMAIN if here.rdma_domain == there.rdma_domain else Link.FAR
+        return Link(int(self.links([source], [target])[0, 0]))
 
-    def among(self, sources: Sequence[str]) -> Neighbours:
-        """The same distances from all of ``sources`` at once."""
-        return Neighbours(self, [self.places.get(source, Place()) for source in sources])
-
-
-class Neighbours:
-    """Distances from a fixed list of guards, as arrays."""
-
-    def __init__(self, topology: Topology, sources: Sequence[Place]) -> None:
-        self._topology = topology
-        # Numbers for names: comparing arrays of text is several times as slow.
-        self._codes: dict[str, int] = {}
-        self._hosts = self._coded([place.boot_id for place in sources])
-        self._domains = self._coded([place.rdma_domain for place in sources])
-
-    def links(self, target: str) -> npt.NDArray[np.int8]:
-        """:class:`Link` from each of them to ``target``, int8."""
-        here = self._topology.places.get(target, Place())
-        links: npt.NDArray[np.int8] = (self._domains != self._codes.get(here.rdma_domain, -1)).astype(
-            np.int8
-        ) + np.int8(Link.DOMAIN)
-        if here.boot_id in self._codes and here.boot_id:
-            links[self._hosts == self._codes[here.boot_id]] = Link.HOST
+    def links(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.int8]:
+        """:class:`Link` from each source to each target, int8 ``[targets, sources]``."""
+        nowhere = Place()
+        there = [self.places.get(source, nowhere) for source in sources]
+        here = [self.places.get(target, nowhere) for target in targets]
+        links = np.full((len(here), len(there)), Link.FAR, dtype=np.int8)
+        zones = _codes([p.zone for p in here]), _codes([p.zone for p in there])
+        links[_same(*zones)] = Link.ZONE
+        domains = _codes([p.rdma_domain for p in here]), _codes([p.rdma_domain for p in there])
+        if any(place.rdma_domain for place in self.places.values()):
+            links[_same(*domains)] = Link.DOMAIN
+        else:
+            # Nobody names a domain: only two named zones that differ tell guards apart.
+            apart = (zones[0][:, None] != zones[1]) & (zones[0][:, None] != 0) & (zones[1] != 0)
+            links[~apart] = Link.DOMAIN
+        for names in ("boot_id", "host"):
+            codes = _codes([getattr(p, names) for p in here]), _codes([getattr(p, names) for p in there])
+            links[_same(*codes)] = Link.HOST
         return links
 
-    def _coded(self, names: Sequence[str]) -> npt.NDArray[np.int32]:
-        return np.array([self._codes.setdefault(name, len(self._codes)) for name in names], dtype=np.int32)
+
+def _codes(names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Numbers for names, 0 for none: comparing arrays of text is several times as slow."""
+    return np.array([hash(name) if name else 0 for name in names], dtype=np.int64)
+
+
+def _same(here: npt.NDArray[np.int64], there: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = (here[:, None] == there) & (here[:, None] != 0)
+    return same

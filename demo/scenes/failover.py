@@ -22,7 +22,9 @@ from demo.load import QUESTIONS, Load, Outcome, Request, Session
 from demo.metrics import Page, growth, scrape
 from demo.observe import CountersDisagree, Seen, observe
 from demo.scenes.share import Waiting, warm_up
+from demo.states import watching
 from kvcr.graph.processes import descendants
+from kvcr.protocol.events import StateChange
 
 Tell = Callable[[str], None]
 
@@ -108,8 +110,13 @@ def on_and_off(
 
 def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failover:
     """Run the scene on a graph of two workers. Raises RequestFailed, TimeoutError."""
+    script = _Script(graph, graph.workers[0], tell)
+    with watching(graph, script.on_change):
+        return _play(graph, scale, script, waiting)
+
+
+def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Failover:
     victim, survivor = graph.workers
-    script = _Script(graph, victim, tell)
     with waiting(f"worker {victim.label} reads a document that nobody will ask about"):
         witness = prompt(_WITNESS, QUESTIONS[0], scale.words)
         first = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
@@ -120,21 +127,20 @@ def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failov
         with waiting(f"{scale.sessions} sessions have their documents computed"):
             _until(lambda: traffic.turns_since(0.0) >= 1, "first answers", _TURNS_TIMEOUT_S)
         loaded_s = time.monotonic()
-        tell(
+        script.tell(
             f"{scale.sessions} sessions are under way, every other one at home on worker {victim.label}; "
             "each asks its next question when it has its answer"
         )
         with waiting(f"{scale.turns} turns each without a fault"):
             _until(lambda: traffic.turns_since(loaded_s) >= scale.turns, "turns", _TURNS_TIMEOUT_S)
             _until(
-                lambda: traffic.answering(victim, PIECES_BEFORE_KILL) is not None,
+                lambda: traffic.answering(PIECES_BEFORE_KILL) > 0 and _running(victim) > 0,
                 f"a stream on worker {victim.label}",
                 _TURNS_TIMEOUT_S,
             )
         before = _guard_pages(graph)
         killed_s = script.kill()
         with waiting(f"worker {victim.label} starts again"):
-            active_s = script.watch_guard()
             back, back_s = script.watch_return(before.get(victim.name, Page()))
         served = growth(before.get(victim.name, Page()), script.page_at_return)
         pulled = growth(before.get(survivor.name, Page()), _guard_pages(graph).get(survivor.name, Page()))
@@ -156,7 +162,7 @@ def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failov
         requests=tuple(traffic.requests),
         loaded_s=loaded_s,
         killed_s=killed_s,
-        active_s=active_s,
+        active_s=script.active_s,
         back_s=back_s,
         ended_s=ended_s,
         served_bytes=round(served.total("kvcr_served_bytes_total")),
@@ -174,8 +180,9 @@ class _Script:
         self._graph = graph
         self._victim = victim
         self._say = tell
-        self._begun_s = time.monotonic()
-        self._killed_s = 0.0
+        self._killed_s = self._killed_unix_s = 0.0
+        self.active_s: float | None = None
+        """When the victim's guard was ACTIVE, by its own word; None without a guard."""
         self.page_at_return = Page()
         """Of the dead worker's guard, just before its new engine serves."""
 
@@ -211,7 +218,7 @@ class _Script:
     def kill(self) -> float:
         """SIGKILL to every process of the worker, as when its container is killed."""
         pids = [p.pid for p in descendants(self._graph.pid) if p.session == self._victim.pid]
-        self._killed_s = time.monotonic()
+        self._killed_s, self._killed_unix_s = time.monotonic(), time.time()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -219,19 +226,15 @@ class _Script:
         self.tell(f"kill -9 of worker {self._victim.label} in mid-stream, pids {names}", self._killed_s)
         return self._killed_s
 
-    def watch_guard(self) -> float | None:
-        """When the guard of the victim was seen ACTIVE; None without guards."""
-        if not self._victim.guard:
-            return None
-        url = self._victim.guard_metrics_url
-        _until(
-            lambda: scrape(url).total("kvcr_guard_state", state="active") == 1,
-            f"{self._victim.guard} ACTIVE",
-            _RETURN_TIMEOUT_S,
-        )
-        active_s = time.monotonic()
-        self.tell(f"{self._victim.guard} is ACTIVE: it serves the pool alone", active_s)
-        return active_s
+    def on_change(self, change: StateChange) -> None:
+        """A guard changed its state."""
+        if not self._killed_s:
+            return
+        # Its clock, so that the way of the event does not count.
+        at_s = self._killed_s + change.unix_s - self._killed_unix_s
+        if change.guard == self._victim.guard and change.state == "ACTIVE" and self.active_s is None:
+            self.active_s = at_s
+        self.tell(f"{change.guard}: {change.previous} to {change.state}, epoch {change.epoch}", at_s)
 
     def watch_return(self, before: Page) -> tuple[Graph, float]:
         """The graph with the victim's successor in it, and when that first answered through the frontend.
@@ -310,6 +313,11 @@ def _answers(graph: Graph, worker: Worker) -> bool:
     except RequestFailed:
         return False
     return True
+
+
+def _running(worker: Worker) -> float:
+    """Requests its engine works on."""
+    return scrape(worker.metrics_url).total("vllm:num_requests_running")
 
 
 def _ask_again(graph: Graph, witness: list[Mapping[str, str]], max_tokens: int) -> Returned:

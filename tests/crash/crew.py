@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from kvcr.api import BlockStatus, EngineConfig, HostBlockMemory, Kvcr, Source
+from kvcr.guard import authority
 from kvcr.guard.__main__ import main as guard_main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
@@ -36,6 +37,9 @@ MEMORY_BLOCKS = 64
 OK = BlockStatus.OK
 ANSWER_S = 20.0
 """Longest wait for an answer of a process that runs; the operations themselves end within 3 s."""
+
+PRELOADED = (authority,)
+"""What a guard's main imports when it runs: here before the fork."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])

@@ -131,9 +131,27 @@ class GuardProcess:
         return found
 
     def cpu_s(self) -> float:
-        """User and system time used so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """User and system time used so far, by it and its NIXL process."""
+        ticks = 0
+        for pid in (self.pid, *self.children()):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def children(self) -> list[int]:
+        """Pids of its child processes that are no zombies: its NIXL process, if it has one."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[1]) == self.pid and fields[0] != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def nixl_pid(self) -> int:
+        """Pid of its NIXL process, which must be running."""
+        (pid,) = self.children()
+        return pid
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -37,7 +37,7 @@ from kvcr.protocol.peer import (
     to_client,
     to_server,
 )
-from router_hints.table import as_words, fold
+from router_hints.table import fold
 
 HEARTBEAT_S = 0.2
 
@@ -77,7 +77,7 @@ class FakeGuard:
         return raw
 
     def heartbeat(self) -> Heartbeat:
-        digest = fold(as_words(b"".join(self.held)))
+        digest = fold(b"".join(self.held))
         return Heartbeat(self.name, self.incarnation, len(self.batches), len(self.held), digest)
 
     def answer(self, raw: bytes) -> bytes:

@@ -191,8 +191,9 @@ def test_processes_that_ignore_sigterm_go_too(serve: Callable[..., Serve]) -> No
     assert graph.leftovers() == []
 
 
+@pytest.mark.parametrize("dies", ["its parent", "everything at once"])
 def test_engines_that_ignore_sigterm_go_too_with_their_shared_memory(
-    serve: Callable[..., Serve], tmp_path: Path
+    serve: Callable[..., Serve], tmp_path: Path, dies: str
 ) -> None:
     package = tmp_path / "path" / "dynamo" / "vllm"
     package.mkdir(parents=True)
@@ -210,7 +211,11 @@ def test_engines_that_ignore_sigterm_go_too_with_their_shared_memory(
     (first,) = (entry.name.split() for entry in seen.iterdir())
     assert set(first[1:]) <= set(os.listdir("/dev/shm"))
 
-    os.kill(graph.component("worker-0")["pid"], signal.SIGKILL)
+    parent = graph.component("worker-0")["pid"]
+    family = [p.pid for p in descendants(graph.process.pid) if p.session == parent]
+    assert len(family) > 2, "the engine, its parent, and what cleans up after them"
+    for pid in family if dies == "everything at once" else [parent]:
+        os.kill(pid, signal.SIGKILL)
     graph.wait(lambda: graph.component("worker-0")["restarts"] == 1 and len(list(seen.iterdir())) == 2)
     assert int(first[0]) not in all_processes()
     assert not set(first[1:]) & set(os.listdir("/dev/shm"))

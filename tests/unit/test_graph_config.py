@@ -219,7 +219,10 @@ def test_worker_and_guard_find_each_other(ports: PortBook, model: Path, tmp_path
         assert f"tcp://127.0.0.1:{tier['control_ports'][0]}" == flag(guard, "--control") == worker.control
         assert flag(worker, "--endpoint-types") == "none"
         assert "--cluster" in guard.argv
-    assert flag(named(plan, "router"), "--model-name") == "some-model"
+    router = named(plan, "router")
+    assert flag(router, "--model-name") == "some-model"
+    signals = f"http://127.0.0.1:{flag(router, '--signals-port')}/v1/kv/signals"
+    assert router.urls["signals"] == signals
     every_port = [port for process in plan.processes for port in process.ports.values()]
     assert len(every_port) == len(set(every_port))
 

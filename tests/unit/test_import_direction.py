@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,3 +114,24 @@ def test_importing_the_public_surface_loads_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_guard_that_starts_imports_nothing_that_its_pool_does_not_need() -> None:
+    """Its successor is waited for: what takes long to import comes after the pool is served, or never."""
+    slow = {
+        "asyncio",
+        "dynamo",
+        "email",
+        "grpc",
+        "http.server",
+        "importlib.metadata",
+        "nats",
+        "nixl",
+        "uvloop",
+    }
+    program = "import sys, kvcr.guard.__main__, kvcr.guard.authority; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(COMPONENTS)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert not slow & set(done.stdout.split())

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcr.protocol.events import Heartbeat, Inventory
 from kvcr.protocol.peer import SnapshotChunk
 from router_hints.index import MAX_PENDING_BATCHES, LocationIndex, Outcome, RepairKind
-from router_hints.table import BlockTable, as_words, fold
+from router_hints.table import BlockTable, DictTable, fold
 
 
 def key(number: int) -> bytes:
@@ -68,7 +68,7 @@ class Guard:
         self.said.clear()
 
     def heartbeat(self) -> Heartbeat:
-        digest = fold(as_words(b"".join(self.held)))
+        digest = fold(b"".join(self.held))
         return Heartbeat(self.name, self.incarnation, len(self.said), len(self.held), digest)
 
     def chunk(self, cursor: int, size: int) -> SnapshotChunk:
@@ -104,44 +104,108 @@ def holders(index: LocationIndex, number: int) -> set[str]:
 
 # --- the table ------------------------------------------------------------------------------------
 
+TABLES = [BlockTable, DictTable]
+"""The native one, and the one for machines without a compiler. The same one twice where it was not built."""
 
+
+def test_the_native_table_is_built_here() -> None:
+    assert BlockTable is not DictTable, "no C extension: python setup.py build_ext --inplace"
+
+
+@pytest.mark.parametrize("table_type", TABLES)
 @given(
-    st.lists(
-        st.tuples(st.booleans(), st.integers(0, 3), st.lists(st.integers(0, 40), max_size=8)), max_size=60
-    )
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "remove", "clear"]),
+            st.sampled_from([0, 1, 63, 64, 130]),
+            st.lists(st.integers(0, 40), max_size=8),
+        ),
+        max_size=60,
+    ),
+    crowded=st.booleans(),
 )
-def test_table_agrees_with_a_dict_of_sets(steps: list[tuple[bool, int, list[int]]]) -> None:
-    table, model = BlockTable(10_000), dict[bytes, set[int]]()
-    for add, bit, numbers in steps:
-        before = {key(n) for n in numbers if bit in model.get(key(n), set())}
-        if add:
-            changed, dropped = table.add(as_words(keys(*numbers)), bit)
-            assert dropped == 0
-            assert {row.tobytes() for row in changed} == {key(n) for n in numbers} - before
+def test_table_agrees_with_a_dict_of_sets(
+    table_type: type[DictTable], steps: list[tuple[str, int, list[int]]], crowded: bool
+) -> None:
+    # Crowded: all keys want the same few slots, so that probes, removals and wrap-around meet each other.
+    name = (lambda n: (2**64 - 1 - n % 3).to_bytes(8, "little") + key(n)[8:]) if crowded else key
+    table, model = table_type(10_000), dict[bytes, set[int]]()
+    for verb, bit, numbers in steps:
+        blob = b"".join(name(n) for n in numbers)
+        before = {name(n) for n in numbers if bit in model.get(name(n), set())}
+        if verb == "add":
+            assert table.add(blob, bit) == len({name(n) for n in numbers} - before)
             for n in numbers:
-                model.setdefault(key(n), set()).add(bit)
+                model.setdefault(name(n), set()).add(bit)
+        elif verb == "remove":
+            assert table.remove(blob, bit) == len(before)
+            for n in numbers:
+                model.get(name(n), set()).discard(bit)
         else:
-            changed = table.remove(as_words(keys(*numbers)), bit)
-            assert {row.tobytes() for row in changed} == before
-            for n in numbers:
-                model.get(key(n), set()).discard(bit)
+            table.clear(bit)
+            for bits in model.values():
+                bits.discard(bit)
         assert len(table) == sum(1 for bits in model.values() if bits)
-    masks = table.masks(as_words(keys(*range(41))))
-    for n in range(41):
-        assert int(masks[n, 0]) == sum(1 << bit for bit in model.get(key(n), set()))
+    everything = [name(n) for n in range(41)]
+    bits, rows = table.lookup(b"".join(everything))
+    assert bits == sorted({bit for bits in model.values() for bit in bits})
+    for row, bit in enumerate(bits):
+        mine = [k for k in everything if bit in model.get(k, set())]
+        assert list(rows[41 * row : 41 * (row + 1)]) == [k in mine for k in everything]
+        held = table.held_by(bit)
+        assert {held[at : at + 16] for at in range(0, len(held), 16)} == set(mine)
+        assert (table.count(bit), table.digest(bit)) == (len(mine), fold(b"".join(mine)))
 
 
-def test_table_grows_to_its_bound_and_then_drops_and_counts() -> None:
-    table = BlockTable(50_000)
-    words = np.frombuffer(random.Random(1).randbytes(16 * 60_000), dtype="<u8").reshape(-1, 2)
-    dropped = sum(table.add(words[i : i + 2000], 0)[1] for i in range(0, 60_000, 2000))
-    assert len(table) == 50_000
-    assert dropped == 10_000
-    assert np.count_nonzero(table.masks(words)) == 50_000
-    assert table.nbytes / 50_000 < 150
+@pytest.mark.parametrize("table_type", TABLES)
+def test_table_grows_to_its_bound_evicts_and_counts_and_gives_memory_back(
+    table_type: type[DictTable],
+) -> None:
+    table = table_type(50_000)
+    blob = random.Random(1).randbytes(16 * 60_000)
+    small = table.nbytes
+    for at in range(0, len(blob), 32_000):
+        table.add(blob[at : at + 32_000], 0)
+    assert len(table) == table.count(0) == 50_000
+    assert table.evicted(0) == 10_000
+    held = table.held_by(0)
+    assert table.digest(0) == fold(held)
+    table.remove(blob, 0)
+    assert (len(table), table.count(0), table.digest(0)) == (0, 0, 0)
+    assert table.nbytes <= small + 1
     table.clear(0)
-    assert len(table) == 0
-    assert table.add(words[:50_000], 1)[1] == 0
+    assert table.evicted(0) == 0
+    assert table.add(blob[: 16 * 50_000], 1) == 50_000
+
+
+@pytest.mark.parametrize("table_type", TABLES)
+def test_what_is_looked_up_is_evicted_last(table_type: type[DictTable]) -> None:
+    table = table_type(1000)
+    blob = random.Random(2).randbytes(16 * 1500)
+    table.add(blob[:16_000], 0)
+    used = blob[: 16 * 300]
+    table.lookup(used)
+    table.add(blob[16_000:], 0)
+    assert sum(table.lookup(used)[1]) == 300
+    assert len(table) == 1000
+
+
+@pytest.mark.parametrize("table_type", TABLES)
+def test_a_ragged_blob_is_refused(table_type: type[DictTable]) -> None:
+    table = table_type(10)
+    for call in (lambda: table.add(b"x" * 17, 0), lambda: table.remove(b"x", 0), lambda: table.lookup(b"xy")):
+        with pytest.raises(ValueError, match="16 bytes a key"):
+            call()
+    with pytest.raises(ValueError, match="at least 1"):
+        table_type(0)
+
+
+def test_a_million_blocks_take_less_than_150_bytes_each() -> None:
+    table = BlockTable(1_000_000)
+    blob = random.Random(3).randbytes(16 * 1_000_000)
+    for at in range(0, len(blob), 16_000):
+        table.add(blob[at : at + 16_000], at // 16_000 % 8)
+        assert table.nbytes < max(150 * len(table), 200_000)
 
 
 def test_more_than_sixty_four_guards() -> None:
@@ -256,15 +320,17 @@ def test_other_tiers_keep_the_sequence_going() -> None:
     assert holders(index, 1) == set()
 
 
-def test_blocks_beyond_the_bound_are_dropped_counted_and_do_not_cause_resyncs() -> None:
+def test_blocks_beyond_the_bound_are_evicted_counted_and_do_not_cause_resyncs() -> None:
     index, guard = LocationIndex(max_blocks=100), Guard("a")
     index.admit("a", 1)
     repair(index, {"a": guard})
     index.apply(guard.change(list(range(300)), []))
-    assert len(index) == 100
-    assert index.dropped_blocks == 200
+    assert len(index) == index.blocks("a") == 100
+    assert index.evicted_blocks == 200
     assert index.beat(guard.heartbeat()) is Outcome.APPLIED
     assert index.repairs() == []
+    index.retire("a")
+    assert index.evicted_blocks == 200
 
 
 def test_lookup_gives_a_row_for_each_holder_in_chain_order() -> None:
@@ -335,6 +401,7 @@ def test_after_any_loss_duplication_and_reordering_the_index_equals_the_guards(
     repair(index, guards)
     assert index.repairs() == []
     for name, guard in guards.items():
-        assert {row.tobytes() for row in as_words(index.held_by(name))} == guard.held
+        held = index.held_by(name)
+        assert {held[at : at + 16] for at in range(0, len(held), 16)} == guard.held
         assert index.blocks(name) == len(guard.held)
     assert len(index) == len({k for guard in guards.values() for k in guard.held})

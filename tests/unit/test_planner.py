@@ -306,7 +306,7 @@ def test_a_link_is_learnt_and_never_given_up_for_one_late_output() -> None:
     costs.observe_copy("a", "b", Link.DOMAIN, 100_000_000, -1.0)
     assert costs.copy("a", "b", Link.DOMAIN).bytes_per_s < 1.3e9
     costs.forget_guard("a")
-    assert costs.copy("a", "b", Link.DOMAIN).bytes_per_s == SETTINGS.domain_bytes_per_s
+    assert costs.copy("a", "b", Link.DOMAIN).bytes_per_s == pytest.approx(1e9, rel=0.05)
 
 
 def test_distances() -> None:
@@ -315,4 +315,5 @@ def test_distances() -> None:
     assert topology.link("a", "c") is Link.DOMAIN
     assert topology.link("b", "c") is Link.FAR
     assert topology.link("a", "d") is Link.FAR
-    assert topology.link("x", "d") is Link.DOMAIN
+    # A guard without a domain is the only one in its own, and the same goes for one that is not known.
+    assert topology.link("x", "d") is Link.FAR

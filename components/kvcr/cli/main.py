@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
 
 from kvcr.cli import graph
+from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
 _OVERRIDE = re.compile(r"--(?P<name>kvcr|[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -30,6 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "graph":
             return graph.run(arguments)
         if arguments.command == "doctor":
+            if arguments.peer:
+                from kvcr.cli import doctor_peer
+
+                return doctor_peer.run(
+                    doctor_peer.Target(
+                        arguments.peer,
+                        arguments.secret_file,
+                        arguments.peers,
+                        arguments.interface,
+                        arguments.namespace,
+                    ),
+                    as_json=arguments.json,
+                )
             from kvcr.cli import doctor
 
             return doctor.run(as_json=arguments.json)
@@ -81,6 +96,19 @@ def _parse(
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    peer = doctor.add_argument_group("another host", "measure every transport to a guard there, and back")
+    peer.add_argument("--peer", default="", metavar="HOST[:PORT]", help="host or name of a running guard")
+    peer.add_argument(
+        "--secret-file",
+        default=os.environ.get(f"{GUARD_ENV_PREFIX}SECRET_FILE", ""),
+        metavar="FILE",
+        help="the deployment's secret",
+    )
+    peer.add_argument("--interface", default="", help="network interface to use here, by name or address")
+    peer.add_argument(
+        "--peers", default="", metavar="FILE", help="JSON file of peer records, instead of etcd"
+    )
+    peer.add_argument("--namespace", default="dynamo", help="Dynamo namespace to look in (default: dynamo)")
 
     commands.add_parser("version", help="versions of KVCR and of what it works with")
 

@@ -50,7 +50,8 @@ class Turns:
                 if self._borrower is None and left_s <= 0.0:
                     self._rest_until_s = 0.0
                     return
-                self._changed.wait(None if self._borrower is not None else left_s)
+                # Timed while borrowed too: a row of short calls then need not wake it after each.
+                self._changed.wait(LINGER_S if self._borrower is not None else left_s)
 
     def call(self) -> bool:
         """There is work; from any thread. False when whoever works now will see it by itself."""

@@ -86,6 +86,8 @@ class Member:
     probe_at_s: float = 0.0
     failures_in_row: int = 0
     announced: dict[str, Any] = field(default_factory=dict)
+    shared_memory: set[Path] = field(default_factory=set)
+    """What the running incarnation and its children had mapped when it was ready."""
     instance: str | None = None
     """Dynamo instance id of the running incarnation in hex, which is its etcd lease too."""
 
@@ -221,6 +223,7 @@ class Launcher:
         if announced is not None or (plan.health_url is not None and _get(plan.health_url) is not None):
             member.announced = announced or {}
             member.state = State.READY
+            member.shared_memory = processes.shared_memory_of(self._sessions([child]))
             self._identify(member)
             where = plan.control if plan.kind is Kind.GUARD else plan.urls.get("openai", plan.health_url)
             again = f"  (restart {member.restarts})" if member.restarts else ""
@@ -320,6 +323,10 @@ class Launcher:
     def _clean_up_after(self, member: Member, child: processes.Child) -> None:
         """A dead process leaves forked engines, shared memory and a lease of two minutes behind."""
         self._kill(self._sessions([child]))
+        # If all of them were killed at once, nobody is left to ask.
+        for path in member.shared_memory:
+            path.unlink(missing_ok=True)
+        member.shared_memory = set()
         self._forget(member, child)
 
     def _forget(self, member: Member, child: processes.Child) -> None:

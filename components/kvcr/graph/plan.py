@@ -18,7 +18,16 @@ from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph import models
 from kvcr.graph.config import Component, Graph, Kind, Restart, render_flags
-from kvcr.graph.site import CONTROL_PORT, ETCD_PORT, HTTP_PORT, METRICS_PORT, NATS_PORT, SYSTEM_PORT, Site
+from kvcr.graph.site import (
+    CONTROL_PORT,
+    ETCD_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    NATS_PORT,
+    SIGNALS_PORT,
+    SYSTEM_PORT,
+    Site,
+)
 
 DEFAULT_NAMESPACE = "dynamo"
 DEFAULT_POOL_BYTES = "1GiB"
@@ -328,6 +337,7 @@ class _Planner:
         assert self._model is not None
         host = self._site.host(self._name(Kind.ROUTER, index))
         system_port = self._port(component, "system-port", index, SYSTEM_PORT)
+        signals_port = self._port(component, "signals-port", index, SIGNALS_PORT)
         worker = self._graph.get(Kind.WORKER)
         block_size = worker.params.get("block-size", DEFAULT_BLOCK_SIZE) if worker else DEFAULT_BLOCK_SIZE
         params: dict[str, Any] = {
@@ -337,6 +347,7 @@ class _Planner:
             "model-path": self._site.model_path(self._model),
             "model-name": served,
             "secret-file": self._site.secret,
+            "signals-port": signals_port,
         }
         return self._process(
             component,
@@ -344,8 +355,11 @@ class _Planner:
             "router_hints",
             render_flags(params, "router"),
             env={"DYN_SYSTEM_PORT": str(system_port)},
-            ports={"system": system_port},
-            urls={"health": f"http://{host}:{system_port}/health"},
+            ports={"system": system_port, "signals": signals_port},
+            urls={
+                "health": f"http://{host}:{system_port}/health",
+                "signals": f"http://{host}:{signals_port}/v1/kv/signals",
+            },
             metrics=f"http://{host}:{system_port}/metrics",
         )
 
@@ -422,7 +436,7 @@ class _Planner:
     def _name(self, kind: Kind, index: int) -> str:
         stem = {Kind.GUARD: "guard", Kind.WORKER: "worker"}.get(kind, kind.value.lower())
         if kind not in (Kind.GUARD, Kind.WORKER):
-            return stem
+            return stem if self._graph.count(kind) <= 1 else f"{stem}-{index}"
         etcd = self._graph.get(Kind.ETCD)
         if kind is Kind.GUARD and (etcd is None or etcd.params.get("address")):
             # Names of guards are unique in a namespace, and an etcd of somebody else may know other hosts.

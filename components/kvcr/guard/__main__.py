@@ -11,16 +11,18 @@ import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcr.config import GuardConfig, from_environment, load
 from kvcr.errors import KvcrError
-from kvcr.guard.authority import Guard
 from kvcr.guard.priority import go_first
-from kvcr.guard.view import GuardView
+
+if TYPE_CHECKING:
+    from kvcr.guard.authority import Guard
 
 log = logging.getLogger("kvcr.guard")
 
@@ -41,6 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load(GuardConfig, _settings(arguments), "settings")
         go_first(config.nice)
+        _allow_descriptors()
+        # After that: where engines keep every core busy, importing takes longer than attaching to the pool.
+        from kvcr.guard.authority import Guard
+
         guard = Guard(config)
     except (KvcrError, OSError) as error:
         print(f"kvcr.guard: {error}", file=sys.stderr)
@@ -56,10 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    cluster: Any = None
-    if config.cluster:
-        # By name, as the core does not depend on Dynamo.
-        cluster = importlib.import_module("kvcr.dynamo.cluster").start(GuardView(guard, os.getpid()))
+    cluster = _Cluster(guard) if config.cluster else None
     print(
         json.dumps(
             {
@@ -69,15 +72,51 @@ def main(arguments: list[str] | None = None) -> int:
                 "control": guard.control_endpoint,
                 "metrics": guard.metrics_endpoint,
                 "public_key": guard.public_key.hex(),
+                "boot_id": guard.place.boot_id,
+                "net_namespace": guard.place.net_namespace,
                 "pid": os.getpid(),
             }
         ),
         flush=True,
     )
+    if cluster is not None:
+        guard.post(cluster.start)
     guard.run()
     if cluster is not None:
         cluster.stop()
     return 0
+
+
+class _Cluster:
+    """The cluster thread, imported and started beside a guard that serves already."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._running: Any = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._load, name="kvcr-cluster-import", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+
+    def _load(self) -> None:
+        from kvcr.guard.view import GuardView
+
+        try:
+            # By name, as the core does not depend on Dynamo. It takes a second, most of it for the runtime.
+            cluster = importlib.import_module("kvcr.dynamo.cluster")
+            self._running = cluster.start(GuardView(self._guard, os.getpid()))
+        except Exception:
+            log.exception("the guard serves its engine and static peers, and does not join the cluster")
+
+
+def _allow_descriptors() -> None:
+    """As many as are ours for the asking: the default of 1,024 is little for a guard with many peers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _settings(arguments: list[str] | None) -> dict[str, Any]:

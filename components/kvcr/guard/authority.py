@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -18,12 +17,12 @@ from typing import Any, TypeVar
 import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
-from kvcr.errors import LayoutMismatch, PoolCorrupt, ProtocolError
+from kvcr.errors import LayoutMismatch, PoolBusy, PoolCorrupt, ProtocolError
 from kvcr.guard import addresses
 from kvcr.guard.actions import Actions
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
-from kvcr.guard.connection import Connection, listen_unix
+from kvcr.guard.connection import FIRST_MESSAGE_S, Connection, Listener
 from kvcr.guard.control import ControlServer
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.engines import EngineServer
@@ -35,6 +34,7 @@ from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Peers
 from kvcr.guard.pins import Pins
+from kvcr.guard.probing import Prober
 from kvcr.guard.reports import Reports
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
@@ -45,7 +45,7 @@ from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
-from kvcr.pool import META, FileLock, Pool, boot_id
+from kvcr.pool import META, FileLock, Pool, boot_id, is_dead
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
@@ -53,7 +53,8 @@ from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.transfer import plugins
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.nixl import NixlThread
+from kvcr.transfer.nixl import NixlProcess
+from kvcr.transfer.nixl_messages import LOCK as NIXL_LOCK
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,10 @@ TICK_S = 1.0
 OPEN_AHEAD_S = 10.0
 """How often links to known peers are tried that are not open."""
 
-DEATH_CHECKS_S = (0.005, 0.05, 0.2, 0.5)
-"""After the last connection closed: a process that was killed drops its locks a moment after its sockets."""
+DEATH_CHECK_S = 0.003
+QUICK_CHECKS_S = 0.3
+"""After the last connection closed, the locks are looked at every 3 ms for so long, and then once a second: a
+process that was killed drops its locks a moment after its sockets. A look takes 50 us for one rank."""
 
 SELF_CHECK_AFTER_S = 5.0
 """The directory is compared with what the guard believes once in each period as quiet as this: 53 ms of this
@@ -74,6 +77,9 @@ thread for 200,000 blocks."""
 
 MOVERS = 2
 CLOSE_S = 0.4
+
+LANDING_S = 5.0
+"""The kernel ends a NIXL process with its guard, within milliseconds."""
 
 
 class Guard:
@@ -124,7 +130,7 @@ class Guard:
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
-        self._nixl: NixlThread | None = None
+        self._nixl: NixlProcess | None = None
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._lonely_since_s: float | None = time.monotonic()
         self._next_links_s = 0.0
@@ -160,11 +166,17 @@ class Guard:
             g1,
         )
         self._server = PeerServer(
-            self, self.loop, self.inventory, self.meters, self._scrubber, config.lease_ms
+            self,
+            self.loop,
+            self.inventory,
+            self.meters,
+            self._scrubber,
+            config.lease_ms,
+            Prober(lambda: self.peer_context),
         )
         make_dir(Path(self.pool_dir))
         self._attach()
-        self._listener = listen_unix(self.unix_socket)
+        self._listener = Listener(self.loop, self.unix_socket, self._welcome, self._refused)
         self._control = ControlServer(
             self.loop,
             self._zmq,
@@ -176,7 +188,6 @@ class Guard:
         )
         self.control_endpoint = self._control.endpoint
         self.public_key = self._control.public_key
-        self.loop.register(self._listener.fileno(), select.EPOLLIN, lambda _: self._accept())
         self.meters.registry.before_render(self._refresh_gauges)
         if config.metrics_port >= 0:
             port = serve_metrics(self.meters.registry, config.metrics_host, config.metrics_port)
@@ -220,18 +231,15 @@ class Guard:
         self._fetches.stop_all()
         self.peers.close()
         self._control.close()
-        self.loop.unregister(self._listener.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.unix_socket)
         self._listener.close()
         for member in list(self.seat.members):
             member.connection.close()
         self._movers.close(CLOSE_S)
-        if self._nixl is not None:
-            self._nixl.close(CLOSE_S)
         self._close_plugins()
-        self._zmq.destroy(linger=0)
         remove = self.lingered or self.config.remove_pool_on_exit
+        if self._nixl is not None:
+            self._nixl.close(CLOSE_S, unlink=remove)
+        self._zmq.destroy(linger=0)
         if self.pool is not None:
             self.pool.close(unlink=remove)
         elif self._lock is not None:
@@ -325,14 +333,26 @@ class Guard:
             except PoolCorrupt as error:
                 log.error("the pool in %s cannot be used and will be replaced: %s", directory, error)
             else:
-                # What the guard before was pulling ended with its process.
+                # What the guard before was pulling ended with its processes.
+                self._wait_for_landings(directory)
                 pool.reclaim_writer("")
                 self._use(pool)
+                self._scrubber.found(pool)
                 self.seat.found(pool)
                 log.info("attached to %s: %s", directory, pool.recovery)
                 return
         self._lock = FileLock(directory / GUARD_LOCK)
         self._lock.acquire()
+
+    def _wait_for_landings(self, directory: Path) -> None:
+        """Until nothing of the guard before can write to the pool. Raises PoolBusy when that does not end."""
+        patience_s = time.monotonic() + LANDING_S
+        while not is_dead(directory / NIXL_LOCK):
+            if time.monotonic() > patience_s:
+                raise PoolBusy(
+                    f"{directory / NIXL_LOCK} is held: the NIXL process of the last guard still lives; end it"
+                )
+            time.sleep(0.01)
 
     def _use(self, pool: Pool) -> None:
         ranks = range(pool.layout.ranks)
@@ -391,7 +411,8 @@ class Guard:
         self._server.end_all()
         self.peers.close()
         if self._nixl is not None:
-            self._nixl.close(CLOSE_S)
+            # It writes to the files of the old pool, if at all, and is on its way out.
+            self._nixl.close(0.0)
             self._nixl = None
         self.inventory.all_removed(self._pool)
         self._past_epoch = max(self._past_epoch, self._pool.epoch)
@@ -407,15 +428,17 @@ class Guard:
                 log.exception("closing a transport plugin failed")
         self.plugins = {}
 
-    def nixl(self) -> NixlThread:
-        """The NIXL thread, started at the first call. There must be a pool."""
+    def nixl(self) -> NixlProcess:
+        """Made at the first call. There must be a pool."""
         if self._nixl is None:
             assert self.local is not None
-            self._nixl = NixlThread(
+            self._nixl = NixlProcess(
                 f"{self.name}-{self.incarnation:x}",
+                Path(self.pool_dir),
+                self.incarnation,
                 self.local,
                 self._movers,
-                self.loop.post,
+                self.loop,
                 self.config.nixl_backend,
                 self.config.nixl_params,
             )
@@ -439,22 +462,18 @@ class Guard:
 
     # --- sockets ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                log.warning("accept on %s: %s", self.unix_socket, error)
-                return
-            self._welcome(sock)
-
     def _welcome(self, sock: socket.socket) -> None:
         """Until its first message, a connection may be an engine's or a guard's."""
         speaker: list[Member | Caller] = []
 
         def received(connection: Connection, raw: memoryview) -> None:
+            try:
+                hear(connection, raw)
+            except ProtocolError:
+                self._refused("malformed")
+                raise
+
+        def hear(connection: Connection, raw: memoryview) -> None:
             if not speaker:
                 self._first_message(connection, raw, speaker)
             elif isinstance(speaker[0], Member):
@@ -466,13 +485,24 @@ class Guard:
                 self._peer_message(connection, raw, speaker[0])
 
         def closed(_: Connection) -> None:
+            silent.cancel()
+            self._listener.gone()
             for who in speaker:
                 if isinstance(who, Member):
                     self._engines.hung_up(who)
                 else:
                     self._server.hung_up(who)
 
-        Connection(self.loop, sock, received, closed)
+        def give_up() -> None:
+            if not speaker and not connection.closed:
+                self._refused("silent")
+                connection.close()
+
+        silent = self.loop.later(FIRST_MESSAGE_S, give_up)
+        connection = Connection(self.loop, sock, received, closed)
+
+    def _refused(self, code: str) -> None:
+        self.meters.peer_refusals.inc(code=code)
 
     def _first_message(self, connection: Connection, raw: memoryview, speaker: list[Member | Caller]) -> None:
         try:
@@ -500,7 +530,7 @@ class Guard:
         try:
             self._server.handle(to_server.decode(raw), Caller(), answer)
         except ProtocolError as error:
-            log.warning("control request ignored: %s", error)
+            self._control.refused("malformed", str(error))
 
     # --- the view ---------------------------------------------------------------------------------
 
@@ -610,6 +640,7 @@ class Guard:
             },
             "peers": self.peers.status(),
             "pulls": self._fetches.status(),
+            "nixl": self._nixl.status() if self._nixl is not None else None,
             "leases": self._server.lease_count,
             "inventory_sequence": self.inventory.sequence,
         }
@@ -654,14 +685,19 @@ class Guard:
         )
         self._changed_s = now_s
         if state is GuardState.CHECKING:
-            for delay_s in DEATH_CHECKS_S:
-                self.loop.later(delay_s, lambda: self.seat.check(self.pool))
+            suspected = self._last_change
+            self.loop.later(DEATH_CHECK_S, lambda: self._look_for_death(suspected))
         for callback in list(self._state_subscribers):
             try:
                 callback(self._last_change)
             except Exception:
                 log.exception("a subscriber to the state failed and is dropped")
                 self._state_subscribers.remove(callback)
+
+    def _look_for_death(self, suspected: StateChange) -> None:
+        self.seat.check(self.pool)
+        if self._last_change is suspected and time.monotonic() - self._changed_s < QUICK_CHECKS_S:
+            self.loop.later(DEATH_CHECK_S, lambda: self._look_for_death(suspected))
 
     def _refresh_gauges(self) -> None:
         """On the metrics thread: reads only."""
@@ -683,6 +719,7 @@ class Guard:
                 )
         if pool is not None:
             self.meters.epoch.set(pool.epoch)
+            self.meters.nixl_restarts.set(self._nixl.restarts if self._nixl is not None else 0)
             self.meters.pinned_blocks.set(pool.pinned_count(time.monotonic()))
             for slot_state, count in pool.counts().items():
                 self.meters.pool_slots.set(count, state=slot_state.name.lower())

@@ -23,7 +23,7 @@ from kvcr.protocol.peer import Leased, PeerWelcome, Release
 from kvcr.transfer import nixl
 from kvcr.transfer.base import LocalRegions, Transport
 from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.nixl import NixlThread, NixlTransport
+from kvcr.transfer.nixl import NixlProcess, NixlTransport
 from kvcr.transfer.plugins import Plugin
 from kvcr.transfer.shm import ShmTransport
 
@@ -32,10 +32,16 @@ log = logging.getLogger(__name__)
 TRIAL_TIMEOUT_S = 5.0
 """Of one canary read: over NIXL it may have to make an agent and to connect first."""
 
+PROBE_READS = 5
+"""When measuring is what it is all about."""
+
 PLUGIN_GAIN = 1.1
 """A plugin is used when it measures this many times faster than the way of ours that works."""
 
 SHM, NIXL = "shm", "nixl"
+
+HELD_TO = {"cma": "cma,tcp,self", "tcp": "tcp,self"}
+"""``UCX_TLS`` by which NIXL uses this and nothing better."""
 
 
 @dataclass(slots=True)
@@ -56,8 +62,8 @@ class PeerContext:
     movers: MoverPool
     meters: Meters
     nixl_backend: str
-    nixl: Callable[[], NixlThread]
-    """The NIXL thread, started at the first call."""
+    nixl: Callable[[], NixlProcess]
+    """Made at the first call."""
     plugins: dict[str, Plugin]
     """Loaded transports of other makers, by name."""
 
@@ -117,6 +123,11 @@ class Chooser:
             {name: plugin.reach for name, plugin in context.plugins.items()},
         )
         self.rejected |= self._ways.rejected
+        if every:
+            # NIXL takes the best it finds: to measure the others, it is held to each in turn.
+            self._ways.built_in[:] = [
+                way._replace(tls=HELD_TO.get(way.via, "")) for way in self._ways.built_in
+            ]
 
     def start(self) -> None:
         self._next(told="")
@@ -184,7 +195,7 @@ class Chooser:
             welcome.nixl_metadata,
             welcome.region_addresses,
             welcome.slots + SPARE_ROWS,
-            own_agent=way.via not in ("cma", "rdma"),
+            own_agent=bool(way.tls) or way.via not in ("cma", "rdma"),
             tls=way.tls,
         )
 
@@ -209,6 +220,7 @@ class Chooser:
             TRIAL_TIMEOUT_S,
             done,
             context.loop.later,
+            PROBE_READS if self._every else 1,
         )
 
     def _tried(self, candidate: Candidate, outcome: Outcome) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,11 +17,21 @@ from pathlib import Path
 
 from kvcr.errors import ConfigError, PoolBusy, ProtocolError
 from kvcr.guard.loop import Loop
+from kvcr.guard.rarely import Rarely
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 4096
+MAX_QUEUED_BYTES = 16 << 20
 """A reader that is this far behind is cut off; it reconnects and starts from what the pool says."""
+
+MAX_CONNECTIONS = 512
+"""Of engine processes, guards of this host and strangers who may open the socket."""
+
+FIRST_MESSAGE_S = 10.0
+"""A connection that has not said by then what it is, is closed."""
+
+_PAUSE_S = 0.2
 
 _FLAGS = socket.MSG_DONTWAIT
 _RECEIVE_BYTES = 512 * 1024
@@ -47,6 +58,7 @@ class Connection:
         self._on_message = on_message
         self._on_close = on_close
         self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
         self._passed_fd = -1
         self._fresh = True
         self.closed = False
@@ -95,8 +107,9 @@ class Connection:
             self._loop.later(1.0, self.close)
 
     def _enqueue(self, raw: bytes) -> None:
-        if len(self._queue) >= MAX_QUEUED_MESSAGES:
-            log.warning("connection cut: it left %d messages unread", len(self._queue))
+        self._queued_bytes += len(raw)
+        if len(self._queue) >= MAX_QUEUED_MESSAGES or self._queued_bytes > MAX_QUEUED_BYTES:
+            _rarely.warning("connection cut: it left %d messages unread", len(self._queue))
             self.close()
             return
         if not self._queue:
@@ -118,7 +131,7 @@ class Connection:
             except OSError as error:
                 self._fail(error)
                 return
-            self._queue.popleft()
+            self._queued_bytes -= len(self._queue.popleft())
         self._loop.modify(self._fd, select.EPOLLIN)
 
     def _receive(self) -> None:
@@ -137,7 +150,7 @@ class Connection:
             try:
                 self._on_message(self, memoryview(_buffer)[:count])
             except ProtocolError as error:
-                log.warning("connection closed: %s", error)
+                _rarely.warning("connection closed: %s", error)
                 self.close()
             if self.closed:
                 return
@@ -162,8 +175,65 @@ class Connection:
         self.close()
 
 
+_rarely = Rarely(log)
+
 # One buffer for all connections: only the authority thread receives, and messages are decoded at once.
 _buffer = bytearray(_RECEIVE_BYTES)
+
+
+class Listener:
+    """Accepts connections, as many as are good for the guard. Belongs to the authority thread."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        path: str,
+        on_connection: Callable[[socket.socket], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """``on_refused(code)`` counts those that were closed at once. Raises as :func:`listen_unix`."""
+        self._loop = loop
+        self._path = path
+        self._sock = listen_unix(path)
+        self._on_connection = on_connection
+        self._on_refused = on_refused
+        self._count = 0
+        loop.register(self._sock.fileno(), select.EPOLLIN, lambda _: self._accept())
+
+    def gone(self) -> None:
+        """A connection that was accepted is closed."""
+        self._count -= 1
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket."""
+        self._loop.unregister(self._sock.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # No descriptors left: the kernel would tell of those who wait for ever.
+                _rarely.warning("accept on %s: %s", self._path, error)
+                self._loop.modify(self._sock.fileno(), 0)
+                self._loop.later(_PAUSE_S, self._resume)
+                return
+            if self._count >= MAX_CONNECTIONS:
+                _rarely.warning("connection refused: there are %d", self._count)
+                self._on_refused("too_many")
+                sock.close()
+                continue
+            self._count += 1
+            self._on_connection(sock)
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.modify(self._sock.fileno(), select.EPOLLIN)
 
 
 def listen_unix(path: str) -> socket.socket:

@@ -4,25 +4,40 @@
 from __future__ import annotations
 
 import logging
+import resource
 import select
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvcr.errors import ConfigError
 from kvcr.guard.addresses import is_loopback, split_host
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
+from kvcr.guard.rarely import Rarely
 from kvcr.protocol.curve import KeyPair, client_pair, new_pair, secure_client, secure_server
 from kvcr.protocol.peer import MAX_CONTROL_BYTES
 
 log = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_HIGH_WATER_MARK = 1000
+_HIGH_WATER_MARK = 64
+"""Messages queued in ZMQ for one connection in one direction, of at most 256 KiB each: 16 MiB."""
+
 _FRAMES = 8
+_MESSAGES_PER_ROUND = 64
+
+HANDSHAKE_MS = 5000
+"""Whoever has not said by then who he is, is cut off."""
+
+MAX_CONNECTIONS = 1024
+"""Of peers, routers and strangers; beyond it nobody new is let in until some have gone. ZMQ itself has no
+limit, and a process without descriptors left can serve nobody."""
+
+_DESCRIPTORS_SHARE = 4
+_REOPEN_S = 0.2
 
 
 class Port:
@@ -60,7 +75,9 @@ class Port:
         self._sock.close(linger=0)
 
     def _drain(self) -> None:
-        while not self._closed:
+        for _ in range(_MESSAGES_PER_ROUND):
+            if self._closed:
+                return
             try:
                 frames = self._sock.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -69,6 +86,8 @@ class Port:
                 log.warning("control socket: %s", error)
                 return
             self._on_frames(frames)
+        # More may be waiting, of which the descriptor will not tell again. Others come first.
+        self._loop.post(self._drain)
 
 
 class ControlServer:
@@ -86,6 +105,7 @@ class ControlServer:
     ) -> None:
         """``on_request(raw, reply)``; ``reply`` may be called once, later, or never. Raises ConfigError."""
         self._meters = meters
+        self._rarely = Rarely(log)
         self.public_key = b""
         self._on_request = on_request
         self._zap: Port | None = None
@@ -94,6 +114,10 @@ class ControlServer:
         sock.sndhwm = sock.rcvhwm = _HIGH_WATER_MARK
         sock.maxmsgsize = MAX_CONTROL_BYTES
         sock.ipv6 = "[" in bind
+        sock.handshake_ivl = HANDSHAKE_MS
+        # Finds out about hosts that went away without a word, after about a minute.
+        sock.tcp_keepalive, sock.tcp_keepalive_idle = 1, 30
+        sock.tcp_keepalive_cnt, sock.tcp_keepalive_intvl = 3, 10
         if secret is not None:
             pair: KeyPair = new_pair()
             self.public_key = pair.public
@@ -113,9 +137,30 @@ class ControlServer:
         """What is listened on."""
         self.endpoint = _advertised(self.bound, advertise)
         """What peers are told."""
+        self._sock = sock
+        self._loop = loop
+        self._open = True
+        self._connected: set[int] = set()
+        """Descriptors of accepted connections."""
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = min(MAX_CONNECTIONS, max(16, descriptors // _DESCRIPTORS_SHARE))
+        monitor = sock.get_monitor_socket(
+            zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
         self._port = Port(loop, sock, self._received)
+        self._monitor = Port(loop, monitor, self._observed)
+
+    @property
+    def connections(self) -> int:
+        """Accepted and not gone yet, as far as is known."""
+        return len(self._connected)
 
     def close(self) -> None:
+        self._sock.disable_monitor()
+        self._monitor.close()
         self._port.close()
         if self._zap is not None:
             self._zap.close()
@@ -124,10 +169,43 @@ class ControlServer:
         # The last frame is the request; what precedes it is the way back (an identity, and for REQ clients
         # an empty frame).
         if not 2 <= len(frames) <= _FRAMES:
-            log.warning("control message of %d frames ignored", len(frames))
+            self.refused("malformed", f"a message of {len(frames)} frames")
             return
         way_back = frames[:-1]
         self._on_request(frames[-1], lambda raw: self._reply(way_back, raw))
+
+    def refused(self, code: str, why: str) -> None:
+        """Count what was not answered, and log some of it."""
+        self._meters.peer_refusals.inc(code=code)
+        self._rarely.warning("control: %s refused: %s", code, why)
+
+    def _observed(self, frames: list[bytes]) -> None:
+        event, descriptor = _event(frames)
+        match event:
+            case zmq.Event.ACCEPTED:
+                self._connected.add(descriptor)
+            case zmq.Event.DISCONNECTED:
+                self._connected.discard(descriptor)
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+                self.refused("handshake", "a connection that does not speak as we do, or not at all")
+        if self._open and len(self._connected) > self._limit:
+            self._open = False
+            self._sock.unbind(self.bound)
+            self.refused("too_many", f"more than {self._limit} connections")
+            self._loop.later(_REOPEN_S, self._reopen)
+
+    def _reopen(self) -> None:
+        if self._sock.closed:
+            return
+        if len(self._connected) <= self._limit * 3 // 4:
+            try:
+                self._sock.bind(self.bound)
+            except zmq.ZMQError as error:
+                self._rarely.warning("control: %s cannot be bound again yet: %s", self.bound, error)
+            else:
+                self._open = True
+                return
+        self._loop.later(_REOPEN_S, self._reopen)
 
     def _reply(self, way_back: list[bytes], raw: bytes) -> None:
         self._port.send([*way_back, raw])
@@ -144,10 +222,8 @@ class ControlServer:
             return
         good = frames[7] == b"CURVE" and frames[8:] == [self._admitted]
         if not good:
-            log.warning(
-                "control connection from %s refused: it does not have our secret",
-                frames[5].decode("ascii", "replace"),
-            )
+            host = frames[5].decode("ascii", "replace")
+            self.refused("unauthenticated", f"{host} does not have our secret")
         status = [b"200", b"OK"] if good else [b"400", b"unknown client key"]
         self._zap.send([frames[0], b"", b"1.0", frames[3], *status, b"", b""])
 
@@ -206,10 +282,16 @@ class ControlClient:
         self._port.close()
 
     def _observed(self, frames: list[bytes]) -> None:
-        event = zmq.Event(parse_monitor_message(frames)["event"])
+        event, _ = _event(frames)
         if not self._lost and event is not zmq.Event.MONITOR_STOPPED:
             self._lost = True
             self._on_lost(str(event.name).lower().replace("_", " "))
+
+
+def _event(frames: list[bytes]) -> tuple[zmq.Event, int]:
+    """What a monitor tells, and of which descriptor. zmq.utils.monitor would import asyncio for it."""
+    number, value = struct.unpack_from("=Hi", frames[0])
+    return zmq.Event(number), value
 
 
 def _require_loopback(bind: str) -> None:

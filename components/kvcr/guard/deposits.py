@@ -17,7 +17,7 @@ from kvcr.guard.tombstones import Tombstones
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u32, u64
-from kvcr.protocol.engine import Committed, Filled, ToEngine
+from kvcr.protocol.engine import Committed, Filled, Return, ToEngine
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
 
@@ -33,11 +33,13 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class _Partial:
-    """A slot that some ranks have filled."""
+    """A slot that some ranks are done with."""
 
     generation: int
-    ranks: int
+    ranks: int = 0
     """bit mask"""
+    failed: bool = False
+    """One of them did not fill it."""
 
 
 class Deposits:
@@ -80,7 +82,11 @@ class Deposits:
         if settled.any():
             answer(Committed(pool.epoch, slots[settled].tobytes(), generations[settled].tobytes()))
         chosen = np.flatnonzero(~settled)
-        chosen = chosen[self._complete(slots[chosen], generations[chosen], rank, pool.layout.ranks)]
+        whole, void = self._done(slots[chosen], generations[chosen], rank, pool.layout.ranks, failed=False)
+        if void.any():
+            self._free(pool, slots[chosen[void]], generations[chosen[void]])
+            answer(Committed(pool.epoch, slots[chosen[void]].tobytes(), generations[chosen[void]].tobytes()))
+        chosen = chosen[whole]
         if not len(chosen):
             return
         slots, generations = slots[chosen], generations[chosen]
@@ -112,24 +118,57 @@ class Deposits:
 
         self._movers.submit(lambda: local.checksums(slots), hashed)
 
-    def _complete(
-        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], rank: int, ranks: int
-    ) -> npt.NDArray[np.bool_]:
-        """Note that ``rank`` filled these; a mask of those that every rank has filled now."""
+    def returned(self, message: Return, rank: int | None) -> None:
+        """Slots that will not be filled; ``rank`` is None for the scheduler, whose slots no rank was told of.
+
+        What one rank returns is free only when every rank is done with it: another may still be writing its
+        part, as a block that failed on one rank has failed on all. Raises ProtocolError on arrays of odd
+        lengths.
+        """
+        pool = self._host.pool
+        if pool is None or message.epoch != pool.epoch:
+            return
+        slots, generations = i32(message.slots), u64(message.generations)
+        if len(slots) != len(generations):
+            raise ProtocolError(f"Return has {len(slots)} slots, {len(generations)} generations")
+        if rank is not None:
+            # Sent twice, or of before a restart: settled already.
+            granted = pool.still_granted(slots, generations)
+            slots, generations = slots[granted], generations[granted]
+            _, void = self._done(slots, generations, rank, pool.layout.ranks, failed=True)
+            slots, generations = slots[void], generations[void]
+        self._free(pool, slots, generations)
+
+    def _free(self, pool: Pool, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
+        self._meters.returned_blocks.inc(pool.give_back(slots, generations))
+
+    def _done(
+        self,
+        slots: npt.NDArray[np.int32],
+        generations: npt.NDArray[np.uint64],
+        rank: int,
+        ranks: int,
+        *,
+        failed: bool,
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Note that ``rank`` is done with these. Masks of those that all ranks have filled now, and of those
+        that all are done with and some have not filled."""
+        whole, void = np.zeros(len(slots), bool), np.zeros(len(slots), bool)
         if ranks == 1:
-            return np.ones(len(slots), bool)
+            (void if failed else whole)[:] = True
+            return whole, void
         every = (1 << ranks) - 1
-        complete = np.zeros(len(slots), bool)
         # A loop over blocks: only with several ranks, and about 0.3 us a block.
         for index, (slot, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
             partial = self._partial.get(slot)
             if partial is None or partial.generation != generation:
-                partial = self._partial[slot] = _Partial(generation, 0)
+                partial = self._partial[slot] = _Partial(generation)
             partial.ranks |= 1 << rank
+            partial.failed |= failed
             if partial.ranks == every:
-                complete[index] = True
+                (void if partial.failed else whole)[index] = True
                 del self._partial[slot]
-        return complete
+        return whole, void
 
 
 def _take(blob: bytes, indices: npt.NDArray[np.int64]) -> bytes:

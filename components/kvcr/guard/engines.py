@@ -182,8 +182,7 @@ class EngineServer:
             case Reserve():
                 self._reserve(pool, message, member)
             case Return():
-                if message.epoch == pool.epoch:
-                    pool.give_back(i32(message.slots), u64(message.generations))
+                self._deposits.returned(message, member.rank if member.role is Role.WORKER else None)
             case Holding():
                 self._holding(pool, message, member)
             case Alive():

@@ -25,6 +25,7 @@ from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, 
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import Step, StepResult, Transport
 from kvcr.transfer.nixl import NixlTransport
+from kvcr.transfer.nixl_messages import STALL_S
 from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ ANSWER_S = 0.04
 
 STEPS_IN_FLIGHT = 2
 """Per pull: one is hashed while the next is copied."""
+
+OVERLOADED = "too many slots wait in quarantine for reads that timed out"
 
 MAX_PULLS = 1024
 MAX_SOURCES = 64
@@ -370,8 +373,8 @@ class Fetches:
     def _lease(self, active: _Active, ask: Ask) -> None:
         link = active.links[ask.source]
         transport = link.transport
-        if isinstance(transport, NixlTransport) and transport.own_agent and active.context.nixl().overloaded:
-            self._give_up_source(active, ask.source, "too many slots wait for NIXL agents that timed out")
+        if isinstance(transport, NixlTransport) and transport.overloaded:
+            self._give_up_source(active, ask.source, OVERLOADED)
             return
         width = link.keys_per_lease()
         for start in range(0, len(ask.indices), width):
@@ -427,6 +430,11 @@ class Fetches:
                 pull.moved(move.indices, gone, now_s)
                 self._give_up_source(active, move.source, link.reason)
                 continue
+            if isinstance(transport, NixlTransport) and transport.overloaded:
+                gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
+                pull.moved(move.indices, gone, now_s)
+                self._give_up_source(active, move.source, OVERLOADED)
+                continue
             self._move(active, move, transport, now_s)
 
     def _move(self, active: _Active, move: Move, transport: Transport, now_s: float) -> None:
@@ -450,16 +458,13 @@ class Fetches:
             deadline_s=pull.deadline_s,
         )
         active.steps += 1
-        own_agent = isinstance(transport, NixlTransport) and transport.own_agent
         transport.read(
             step,
-            lambda result: self._stepped(active, result, transport.name, now_s, own_agent),
+            lambda result: self._stepped(active, result, transport.name, now_s),
             lambda step: self._quiet(active, step),
         )
 
-    def _stepped(
-        self, active: _Active, result: StepResult, transport: str, started_s: float, own_agent: bool
-    ) -> None:
+    def _stepped(self, active: _Active, result: StepResult, transport: str, started_s: float) -> None:
         step, pool = result.step, active.pool
         active.steps -= 1
         link = active.links[step.source]
@@ -472,7 +477,9 @@ class Fetches:
             statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
             link.measured(int(good.sum()), result.seconds)
         if result.slots_in_flight:
-            active.context.nixl().slots_in_flight += len(step)
+            # Not free and not ours: out of use, and seen to be, until the transport says that it is quiet.
+            pool.quarantine(step.local_slots, step.local_generations)
+            self._meters.quarantined_slots.inc(len(step))
         elif not good.all():
             pool.give_back(step.local_slots[~good], step.local_generations[~good])
         if result.corrupt.any():
@@ -492,9 +499,12 @@ class Fetches:
         active.pull.moved(step.indices, statuses, started_s)
         unreachable = np.isin(statuses, (BlockStatus.GONE, BlockStatus.TOO_SLOW)).all()
         if transport == "nixl" and unreachable:
-            # Whatever is wrong with the peer is wrong for its other blocks too. The link stays: its next
-            # pull finds out by itself whether the peer is back.
-            active.pull.source_failed(step.source, BlockStatus(int(statuses[0])), result.reason)
+            # Whatever is wrong with the peer is wrong for its other blocks too.
+            status = BlockStatus(int(statuses[0]))
+            active.pull.source_failed(step.source, status, result.reason)
+            if status is BlockStatus.GONE or result.seconds > 0.9 * STALL_S:
+                # Not when it was only this pull that had no time left.
+                link.suspect(result.reason)
         if not active.pull.done:
             self._report(active, final=False)
         self._advance(active)
@@ -525,6 +535,8 @@ class Fetches:
         nbytes = count * active.context.local.block_bytes
         self._meters.pulled_blocks.inc(count, transport=transport)
         self._meters.pulled_bytes.inc(nbytes, transport=transport)
+        link = active.links[step.source]
+        self._meters.peer_pulled_bytes.inc(nbytes, peer=link.name or link.endpoint)
         active.pulled[transport] = active.pulled.get(transport, 0) + count
         account = self._account(active, step.source)
         account.blocks += count
@@ -536,9 +548,9 @@ class Fetches:
 
     def _quiet(self, active: _Active, step: Step) -> None:
         """Nothing can write to these slots any more."""
-        active.context.nixl().slots_in_flight -= len(step)
+        self._meters.requalified_slots.inc(len(step))
         if active.pool is self._host.pool:
-            active.pool.give_back(step.local_slots, step.local_generations)
+            active.pool.requalify(step.local_slots, step.local_generations)
 
     # --- telling ----------------------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ class Meters:
             "kvcr_pulled_blocks_total", "Blocks copied here from peers.", ["transport"]
         )
         self.pulled_bytes = counter("kvcr_pulled_bytes_total", "Bytes copied here from peers.", ["transport"])
+        self.peer_pulled_bytes = counter(
+            "kvcr_peer_pulled_bytes_total", "Bytes copied here, by the guard they came from.", ["peer"]
+        )
         self.pull_seconds = self.registry.histogram(
             "kvcr_pull_seconds", "Duration of pulls that moved something."
         )
@@ -24,6 +27,10 @@ class Meters:
         )
         self.served_bytes = counter("kvcr_served_bytes_total", "Bytes peers read from here.", ["transport"])
         self.deposited_blocks = counter("kvcr_deposited_blocks_total", "Blocks the engine stored.")
+        self.returned_blocks = counter(
+            "kvcr_returned_blocks_total",
+            "Granted slots that the engine gave back, filled on no rank or on some.",
+        )
         self.deposited_bytes = counter("kvcr_deposited_bytes_total", "Bytes the engine stored.")
         self.loaded_blocks = counter("kvcr_loaded_blocks_total", "Blocks the engine loaded.")
         self.loaded_bytes = counter("kvcr_loaded_bytes_total", "Bytes the engine loaded, all ranks.")
@@ -34,6 +41,14 @@ class Meters:
             "kvcr_failed_blocks_total", "Fetched blocks that did not arrive.", ["status"]
         )
         self.fetches = counter("kvcr_fetches_total", "Fetches that ended: ok, partial or none.", ["result"])
+        self.quarantined_slots = counter(
+            "kvcr_quarantined_slots_total",
+            "Slots taken out of use, as a read that was given up may still land.",
+        )
+        self.requalified_slots = counter(
+            "kvcr_requalified_slots_total", "Of those, slots in use again, as nothing can land any more."
+        )
+        self.nixl_restarts = gauge("kvcr_nixl_restarts", "Times the NIXL process ended or had to be ended.")
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])

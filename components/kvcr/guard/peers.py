@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError, ProtocolError
 from kvcr.guard.addresses import is_loopback, split_host
 from kvcr.guard.canary import Outcome
-from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Chooser, PeerContext
+from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Candidate, Chooser, PeerContext
 from kvcr.guard.connection import Connection, connect_unix
 from kvcr.guard.control import ControlClient
 from kvcr.guard.loop import Timer
@@ -55,6 +56,13 @@ UNIX_TIMEOUT_S = 0.3
 
 BACKOFF_S = 0.2
 
+PROBE_S = 10.0
+"""A peer that was silent is skipped until it answers a hello. That waits in its queue: a peer that was paused
+is used again as soon as it runs. After this long the hello is sent again, on a new connection."""
+
+PROBED_FOR_S = 60.0
+"""After the last wish to use it; then a silent peer is only asked again with the next wish."""
+
 MAX_LINKS = 1024
 """Hints name endpoints; the link opened first makes room."""
 
@@ -91,7 +99,10 @@ class PeerLink:
     works. Only then is the link ready.
     """
 
-    def __init__(self, context: PeerContext, endpoint: str, record: PeerRecord) -> None:
+    def __init__(
+        self, context: PeerContext, endpoint: str, record: PeerRecord, *, probing: bool = False
+    ) -> None:
+        """``probing``: try every way, not only until one works."""
         self.endpoint = endpoint
         self.record = record
         self.transport: Transport | None = None
@@ -100,6 +111,9 @@ class PeerLink:
         """Of the transport, with the reason."""
         self.outcome: Outcome | None = None
         """Of the canary read that made it ready."""
+        self.tried: list[Candidate] = []
+        """Ways that were tried, with their outcomes."""
+        self.probing = probing
         self.rejected: dict[str, str] = {}
         """Ways that are not used, and why."""
         self.blocks_per_s: float | None = None
@@ -113,6 +127,9 @@ class PeerLink:
         self._waiting: list[Callable[[str], None]] = []
         self._ops = itertools.count(1)
         self._not_before_s = 0.0
+        self._silent = False
+        """It did not answer in time, and has not since."""
+        self._wished_s = 0.0
         self._unix_is_other = False
         self._unix_tried = False
         self._chooser: Chooser | None = None
@@ -126,9 +143,17 @@ class PeerLink:
         return self._welcome.name if self._welcome else self.record.name
 
     def when_ready(self, now_s: float, done: Callable[[str], None]) -> None:
-        """``done("")`` once leases can be asked for, ``done(reason)`` when that fails. Opens the link."""
+        """``done("")`` once leases can be asked for, ``done(reason)`` when that fails. Opens the link.
+
+        Of a peer that was silent, ``done(reason)`` at once: it costs one pull its time, not every pull.
+        """
+        self._wished_s = now_s
         if self.transport is not None:
             done("")
+        elif self._silent:
+            if self._channel is None:
+                self._open()
+            done(self.reason)
         elif self._channel is None and now_s < self._not_before_s:
             done(self.reason)
         else:
@@ -195,6 +220,16 @@ class PeerLink:
             rate = blocks / seconds
             self.blocks_per_s = rate if self.blocks_per_s is None else 0.7 * self.blocks_per_s + 0.3 * rate
 
+    def suspect(self, reason: str) -> None:
+        """Its bytes do not come: skip it until it answers a hello, which also tells what changed there."""
+        if self.transport is not None:
+            self._lost(reason, silent=True)
+
+    @property
+    def silent(self) -> bool:
+        """Skipped, as it did not answer in time and has not since."""
+        return self._silent
+
     def close(self) -> None:
         self._lost("closed")
 
@@ -211,6 +246,7 @@ class PeerLink:
             "rejected": self.rejected,
             "canary_bytes_per_s": round(outcome.bytes_per_s) if outcome else 0,
             "reason": "" if self.ready else self.reason or "not ready: opening",
+            "silent": self._silent,
             "blocks_per_s": self.blocks_per_s,
         }
 
@@ -315,7 +351,7 @@ class PeerLink:
 
     def _choose(self, welcome: PeerWelcome) -> None:
         """Find a way that works; with it the link is ready."""
-        self._chooser = chooser = Chooser(self._context, self, welcome)
+        self._chooser = chooser = Chooser(self._context, self, welcome, every=self.probing)
         chooser.start()
 
     def chosen(self, chooser: Chooser) -> None:
@@ -323,7 +359,7 @@ class PeerLink:
         if chooser is not self._chooser:
             return
         self._chooser = None
-        self.rejected = chooser.rejected
+        self.rejected, self.tried = chooser.rejected, chooser.tried
         best = chooser.best
         if best is None or best.outcome is None:
             reasons = "; ".join(f"{way}: {why}" for way, why in chooser.rejected.items())
@@ -331,6 +367,7 @@ class PeerLink:
             return
         self.transport, self.way, self.outcome = best.transport, best.way, best.outcome
         self.reason = ""
+        self._silent = False
         if self.blocks_per_s is None:
             # What is measured of pulls adjusts it.
             self.blocks_per_s = best.outcome.blocks / max(best.outcome.seconds, 1e-6)
@@ -352,7 +389,7 @@ class PeerLink:
         self._request(
             message.op,
             message,
-            NIXL_TIMEOUT_S if want else ANSWER_TIMEOUT_S,
+            PROBE_S if self._silent else NIXL_TIMEOUT_S if want else ANSWER_TIMEOUT_S,
             lambda reply, reason: done(reply if isinstance(reply, PeerWelcome) else None, reason),
         )
 
@@ -421,7 +458,8 @@ class PeerLink:
             done(None, self.reason)
             return
         # A peer that does not answer may be paused with our messages queued: the link starts afresh.
-        timer = self._context.loop.later(timeout_s, lambda: self._lost(f"no answer within {timeout_s:.2f} s"))
+        reason = f"no answer within {timeout_s:.2f} s"
+        timer = self._context.loop.later(timeout_s, lambda: self._lost(reason, silent=True))
         self._pending[op] = _Pending(done, timer)
         self._channel.send(to_server.encode(message))
 
@@ -454,9 +492,13 @@ class PeerLink:
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
         return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks))
 
-    def _lost(self, reason: str) -> None:
-        """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again."""
+    def _lost(self, reason: str, *, silent: bool = False) -> None:
+        """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.
+
+        ``silent``: it did not answer. That is found out by a hello of its own, and by nobody's pull.
+        """
         self.reason = reason
+        self._silent = silent
         self._unix_tried = False
         self.way = self.outcome = None
         chooser, self._chooser = self._chooser, None
@@ -476,6 +518,8 @@ class PeerLink:
             entry.done(None, reason)
         for done in waiting:
             done(reason)
+        if silent and self._channel is None and time.monotonic() - self._wished_s < PROBED_FOR_S:
+            self._open()
 
 
 class Peers:

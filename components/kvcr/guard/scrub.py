@@ -138,6 +138,10 @@ class Scrubber:
 
         self._movers.submit(lambda: local.checksums(slots), hashed)
 
+    def found(self, pool: Pool) -> None:
+        """A pool was attached: what the guard before had in quarantine, and would have freed."""
+        self._requalify_later(pool, *pool.quarantined())
+
     def _requalify_later(
         self, pool: Pool, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]
     ) -> None:

@@ -18,6 +18,8 @@ from kvcr.guard.canary import Canary
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
+from kvcr.guard.probing import Prober
+from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
@@ -33,6 +35,7 @@ from kvcr.protocol.peer import (
     PeerHello,
     PeerRefused,
     PeerWelcome,
+    Probe,
     Release,
     Replay,
     Replayed,
@@ -41,7 +44,7 @@ from kvcr.protocol.peer import (
     ToClient,
     ToServer,
 )
-from kvcr.transfer.nixl import NixlIdentity, NixlThread
+from kvcr.transfer.nixl import NixlIdentity, NixlProcess
 from kvcr.transfer.plugins import Plugin
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,7 @@ class Host(Protocol):
     canary: Canary | None
     plugins: dict[str, Plugin]
 
-    def nixl(self) -> NixlThread: ...
+    def nixl(self) -> NixlProcess: ...
     def discard(self, keys: bytes, plan_id: str, who: str) -> int:
         """Drop these blocks in every tier, unless they are in use or pinned; returns how many went."""
 
@@ -98,6 +101,7 @@ class PeerServer:
         meters: Meters,
         scrubber: Scrubber,
         max_lease_ms: int,
+        prober: Prober,
     ) -> None:
         self._host = host
         self._loop = loop
@@ -105,6 +109,8 @@ class PeerServer:
         self._meters = meters
         self._scrubber = scrubber
         self._max_lease_ms = max_lease_ms
+        self._prober = prober
+        self._rarely = Rarely(log)
         self._leases: dict[int, _Lease] = {}
         self._last_lease = 0
 
@@ -123,6 +129,9 @@ class PeerServer:
                 self._release(message, caller)
             case Snapshot():
                 self._snapshot(message, reply)
+            case Probe():
+                if not self._prober.start(message, reply):
+                    self._refuse(reply, message.op, "busy", "another probe is under way, or there is no pool")
             case Discard():
                 self._discard(message, reply)
             case Replay():
@@ -321,5 +330,5 @@ class PeerServer:
 
     def _refuse(self, reply: Reply, op: int, code: str, reason: str) -> None:
         self._meters.peer_refusals.inc(code=code)
-        log.info("peer request refused, %s: %s", code, reason)
+        self._rarely.warning("peer request refused, %s: %s", code, reason)
         reply(PeerRefused(op, code, reason))

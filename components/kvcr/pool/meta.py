@@ -26,7 +26,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import uuid
 from pathlib import Path
 from typing import TypeVar
 
@@ -132,7 +131,7 @@ class Geometry:
         region = -(-(slots + SPARE_ROWS) * layout.slot_part_bytes // REGION_ALIGN) * REGION_ALIGN
         return cls(
             SuperblockBody(
-                layout, slots, buckets, region, KEY_VERSION, boot_id(), time_namespace(), uuid.uuid4().hex
+                layout, slots, buckets, region, KEY_VERSION, boot_id(), time_namespace(), os.urandom(16).hex()
             )
         )
 

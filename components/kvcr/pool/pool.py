@@ -333,6 +333,11 @@ class Pool:
         self._set(granted, SlotState.QUARANTINED, generations_of(self._meta.control[granted]))
         return len(ready) + len(granted)
 
+    def quarantined(self) -> Granted:
+        """The slots in quarantine, and their generations."""
+        slots = np.flatnonzero(states_of(self._meta.control) == SlotState.QUARANTINED).astype(np.int32)
+        return Granted(slots, generations_of(self._meta.control[slots]))
+
     def requalify(self, slots: I32, generations: U64) -> int:
         """Free quarantined slots that nothing can write to any more, unless leased. Returns how many were."""
         chosen = as_slots(slots)[self._select(slots, generations, SlotState.QUARANTINED)]
@@ -361,6 +366,12 @@ class Pool:
         """Whether each slot is READY in that generation."""
         mask = np.empty(len(slots), dtype=np.bool_)
         self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
+        return mask
+
+    def still_granted(self, slots: I32, generations: U64) -> Mask:
+        """Whether each slot is granted in that generation; True once for a slot that is named twice."""
+        mask = np.zeros(len(slots), dtype=np.bool_)
+        mask[self._select(slots, generations, SlotState.GRANTED)] = True
         return mask
 
     def touch(self, slots: I32, now_s: float) -> None:

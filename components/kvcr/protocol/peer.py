@@ -8,6 +8,8 @@ of blocks asks, reads the bytes itself, verifies and commits; the source only sa
 
 from __future__ import annotations
 
+import msgspec
+
 from kvcr.layout import Layout
 from kvcr.protocol.codec import Codec, Message
 
@@ -66,7 +68,7 @@ class PeerWelcome(Message, frozen=True):
 
 
 class PeerRefused(Message, frozen=True):
-    """``code``: version | layout | not_ready | unknown_lease | too_large"""
+    """``code``: version | layout | not_ready | unknown_lease | too_large | busy"""
 
     op: int
     code: str
@@ -169,8 +171,57 @@ class Discarded(Message, frozen=True):
     """of the keys that were here and are dropped; leased or pinned ones are not"""
 
 
-ToServer = PeerHello | Lease | Release | Snapshot | Replay | Discard
-ToClient = PeerWelcome | PeerRefused | Leased | SnapshotChunk | Replayed | Discarded
+class Probe(Message, frozen=True):
+    """Try and measure every way by which you might read from this guard; fields as in a peer record."""
+
+    op: int
+    endpoint: str
+    name: str = ""
+    unix_socket: str = ""
+    boot_id: str = ""
+    net_namespace: int = 0
+    curve_key: str = ""
+
+
+class ProbedWay(msgspec.Struct, frozen=True, array_like=True):
+    """One that was tried."""
+
+    way: str
+    """E.g. ``nixl over tcp``."""
+    why: str
+    """Why it came into question."""
+    error: str = ""
+    """Why it does not work; empty when it does, and then the rest counts."""
+    first_s: float = 0.0
+    """The first read of one block, contact included."""
+    bytes_per_s: float = 0.0
+    """Of the best of some reads of ``nbytes``, verified."""
+    nbytes: int = 0
+
+
+class Probed(Message, frozen=True):
+    """``error`` is set when the guard could not even be spoken to."""
+
+    op: int
+    reader: str
+    source: str
+    error: str = ""
+    interface: str = ""
+    """Network interface by which the reader reaches the source, and its own address there."""
+    address: str = ""
+    ucx_devices: str = ""
+    """``UCX_NET_DEVICES`` of the reader; empty: UCX takes any."""
+    round_trip_s: float = 0.0
+    """Median of control messages."""
+    chosen: str = ""
+    """The way that pulls would take; empty: none."""
+    ways: tuple[ProbedWay, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(way, why) of those that were not tried."""
+
+
+ToServer = PeerHello | Lease | Release | Snapshot | Replay | Discard | Probe
+ToClient = PeerWelcome | PeerRefused | Leased | SnapshotChunk | Replayed | Discarded | Probed
 
 to_server: Codec[ToServer] = Codec(ToServer, max_bytes=MAX_CONTROL_BYTES)
 to_client: Codec[ToClient] = Codec(ToClient, max_bytes=MAX_CONTROL_BYTES)

@@ -177,6 +177,68 @@ class SignalReply(msgspec.Struct, frozen=True, kw_only=True):
     actions: list[ActionReport] = []
 
 
+class BlockPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one guard has of a session."""
+
+    guard: str
+    tier: str
+    blocks: int
+    leading_blocks: int
+    """without a gap from the first one on: what a request can reuse there"""
+
+
+class AnnouncedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn that was announced and has not come."""
+
+    signal_id: str
+    kind: str
+    starts_in_s: float
+    worker_id: int
+    guard: str
+    state: str
+    """``noted``, ``scheduled``, ``moving``, ``ready`` or ``failed``"""
+    plan_id: str
+
+
+class LastPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The last decision about a session."""
+
+    plan_id: str
+    signal: str
+    """kind of the signal, or ``request``"""
+    decision: str
+    reason: str
+    worker_id: int = 0
+    guard: str = ""
+    blocks: int = 0
+    bytes: int = 0
+    sources: list[str] = []
+    expected_s: float = 0.0
+    """estimated time to first token of its turn"""
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session's blocks are, and what was decided about it."""
+
+    session: str
+    parent: str
+    home: str
+    """guard that its blocks were last put at; empty before its first request"""
+    worker_id: int
+    """Dynamo instance that ran it last"""
+    tokens: int
+    blocks: int
+    shared_blocks: int
+    """leading blocks that another session uses too"""
+    children: list[str]
+    turns: int
+    running: int
+    idle_s: float
+    places: list[BlockPlace]
+    announced: list[AnnouncedTurn]
+    last_plan: LastPlan | None = None
+
+
 _NEEDED = {Kind.FORK: ("parent",), Kind.PIN: ("ttl_s",)}
 _PATH = re.compile(r" - at `\$\.(\w+)`$")
 _UNKNOWN = re.compile(r"unknown field `(.+)`")

@@ -22,6 +22,9 @@ STEP_BYTES = 8 << 20
 """Most bytes of one step. A CMA transfer blocks its thread until all bytes are copied (512 MiB: 160 ms,
 measured), so a step bounds how long a deadline can be overrun."""
 
+MAX_STEP_BLOCKS = 8192
+"""However small they are: a step is one message to the NIXL process."""
+
 Post = Callable[[Callable[[], None]], None]
 """Hand a closure to the authority thread; may be called from any thread, never waits."""
 
@@ -104,7 +107,7 @@ class LocalRegions:
 
     @property
     def blocks_per_step(self) -> int:
-        return max(1, STEP_BYTES // self.block_bytes)
+        return min(max(1, STEP_BYTES // self.block_bytes), MAX_STEP_BLOCKS)
 
     def checksums(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
         """xxh3-64 of every rank's part of these slots: [blocks, ranks]."""

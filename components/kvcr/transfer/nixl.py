@@ -1,59 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL READ out of a peer's pool, over RDMA, CMA or TCP, whichever UCX finds.
 
-All agents live on one thread, :class:`NixlThread`, without NIXL's progress thread (it spins: 86 % of a
-core idle). The thread blocks in its queue while there is nothing to do. There are three kinds of agents,
-made when first needed: one that serves our regions to peers, one that reads from peers on this host, and
-one per other peer, because a read that timed out over TCP keeps landing until its agent is destroyed.
+NIXL runs in a process of its own, which maps the pool and owns all agents
+(:mod:`kvcr.transfer.nixl_agents`). This is the guard's end of it. Two things bound how long bytes of a read
+that was given up may land: the process destroys the agent, and when it has not done so in time, or does not
+answer, the guard ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import importlib.util
 import logging
 import os
-import queue
-import threading
+import select
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
+import msgspec
 
+from kvcr.errors import ProtocolError
 from kvcr.protocol.engine import BlockStatus
-from kvcr.transfer.base import LocalRegions, Post, Step, StepResult, failed, verified
+from kvcr.transfer.base import LocalRegions, Step, StepResult, failed, verified
 from kvcr.transfer.mover import MoverPool
+from kvcr.transfer.nixl_messages import (
+    LOCK,
+    MAX_BYTES,
+    Drop,
+    Forget,
+    Hold,
+    Landed,
+    Lost,
+    Peer,
+    Quiet,
+    Read,
+    Serve,
+    ServerLost,
+    Serving,
+    Settings,
+    ToProcess,
+    WarmUp,
+    to_guard,
+    to_process,
+)
 
 log = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT_FRACTION = 0.125
-"""Slots that may wait for a timed-out agent to be destroyed, of the pool; above it peers that need an
-agent of their own are refused."""
+MAX_QUARANTINED_FRACTION = 0.125
+"""Slots that may wait until nothing writes to them any more, of the pool; above it peers that need an agent
+of their own are refused."""
 
-STALL_S = 1.0
-"""A read that takes longer is given up, so that another source can be asked within the deadline. 8 MiB in
-1 s is 67 Mbit/s, below which recomputing wins."""
+GRACE_S = 1.0
+"""A read's deadline is kept by the process; it has this long to say so."""
 
-_NAP_S = 0.00005
-"""Between two looks at transfers or leases that made no progress."""
+SILENCE_S = 8.0
+"""With reads under way, a process that said nothing for this long hangs. Making an agent takes 0.7 s in a
+fresh process, some seconds on a machine that is busy with other things."""
 
-_SLOW_NAP_S = 0.001
-_BUSY_S = 0.05
-"""A lease younger than this is progressed at the short nap, an older one (its reader is busy elsewhere or
-gone) at the slow one."""
+DESTROY_S = 2.0
+"""How long destroying an agent may take (measured: 6 to 33 ms) before the process is ended instead."""
+
+RESTART_S = 1.0
+"""Between two starts of the process."""
+
+_WATCH_S = 0.2
 
 
 def import_error() -> str:
-    """Why NIXL cannot be used here; empty when it can."""
-    try:
-        _api()
-    except ImportError as error:
-        return f"nixl cannot be imported ({error}); install nixl with nixl-cu12, or use the shm transport"
-    return ""
+    """Why NIXL cannot be used here; empty when it can. NIXL is not loaded for the answer."""
+    if any(importlib.util.find_spec(name) is not None for name in ("nixl_cu12", "nixl_cu13", "nixl_rocm")):
+        return ""
+    return "nixl is not installed; install nixl with nixl-cu12, or use the shm transport"
+
+
+class Loop(Protocol):
+    """What this needs of the authority thread's loop."""
+
+    def register(self, fd: int, events: int, handler: Callable[[int], None]) -> None: ...
+    def modify(self, fd: int, events: int) -> None: ...
+    def unregister(self, fd: int) -> None: ...
+    def later(self, delay_s: float, callback: Callable[[], None]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,276 +101,295 @@ class NixlIdentity:
 
 
 @dataclass(slots=True, eq=False)
-class _Agent:
-    """A nixl_agent with our regions registered, and the grids over them. Belongs to the NIXL thread."""
-
-    agent: Any
-    grid: Any
-    remotes: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    """peer id -> (its agent's name, grid over its regions)"""
-
-
-@dataclass(slots=True, eq=False)
 class _Flight:
     peer: NixlTransport
     step: Step
     done: Callable[[StepResult], None]
     quiet: Callable[[Step], None]
-    agent: _Agent
-    handle: Any
     started_s: float
-    deadline_s: float
+    lost_s: float | None = None
+    """When it was given up with bytes that may still land."""
 
 
-class NixlThread:
-    """Owner of all NIXL agents. Its methods may be called from the authority thread, and never wait."""
+@dataclass(slots=True, eq=False)
+class _Process:
+    """One life of the NIXL process."""
+
+    child: subprocess.Popen[bytes]
+    sock: socket.socket
+    started_s: float
+    backlog: deque[bytes] = field(default_factory=deque)
+    known: set[int] = field(default_factory=set)
+    """Peers it was told of."""
+    ending: bool = False
+    """It was sent SIGKILL, or has closed its socket."""
+
+
+class NixlProcess:
+    """The guard's NIXL process, started when first needed. Belongs to the authority thread; never waits."""
 
     def __init__(
         self,
         name: str,
+        pool_dir: Path,
+        incarnation: int,
         local: LocalRegions,
         movers: MoverPool,
-        post: Post,
+        loop: Loop,
         backend: str,
         params: dict[str, str],
     ) -> None:
         """``backend`` of NIXL, with its parameters, for all agents."""
         self.name = name
+        self.local = local
+        self.restarts = 0
+        """Times the process ended by itself or had to be ended."""
+        self._pool_dir = pool_dir
+        self._incarnation = incarnation
+        self._movers = movers
+        self._loop = loop
         self._backend = backend
         self._params = params
-        self.local = local
-        self.slots_in_flight = 0
-        """Slots waiting for an agent to be destroyed; written by the authority thread."""
-        self._movers = movers
-        self._post = post
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._server: _Agent | None = None
+        self._process: _Process | None = None
+        self._not_before_s = 0.0
         self._identity: NixlIdentity | None = None
-        self._shared: _Agent | None = None
-        self._own: dict[int, _Agent] = {}
-        self._flights: list[_Flight] = []
-        self._holds: dict[int, tuple[float, float]] = {}
-        """lease id -> (granted, expires)"""
-        self._made = 0
-        self._thread = threading.Thread(target=self._run, name="kvcr-nixl", daemon=True)
-        self._thread.start()
+        self._serving: list[Callable[[NixlIdentity | None], None]] = []
+        self._flights: dict[int, _Flight] = {}
+        self._last = 0
+        self._heard_s = 0.0
+        self._watching = False
+        self._buffer = bytearray(MAX_BYTES)
+        self._closed = False
 
-    # --- called by the authority thread -----------------------------------------------------------
+    # --- serving ------------------------------------------------------------------------------------
 
     def serve(self, done: Callable[[NixlIdentity | None], None]) -> None:
-        """Make the serving agent if need be, then ``done`` on the authority thread; None when NIXL fails."""
-        self._queue.put(lambda: self._serve(done))
+        """Make the serving agent if need be, then ``done``; None when NIXL fails."""
+        if self._identity is not None:
+            done(self._identity)
+            return
+        self._serving.append(done)
+        if not self._send(Serve()):
+            self._served(None)
 
     def warm_up(self) -> None:
-        """Make the agents that any use needs, ahead of it: making one takes 0.5 s and more."""
-        self._queue.put(self._warm_up)
+        """Make the agents that any use needs, ahead of it."""
+        self._send(WarmUp())
 
     def hold(self, lease_id: int, until_s: float) -> None:
-        """Keep the serving agent progressing until ``until_s`` or :meth:`drop`: TCP reads and the first
-        contact of any reader need it."""
-        now_s = time.monotonic()
-        self._queue.put(lambda: self._holds.__setitem__(lease_id, (now_s, until_s)))
+        """Keep the serving agent progressing until ``until_s`` or :meth:`drop`."""
+        self._send(Hold(lease_id, until_s))
 
     def drop(self, lease_id: int) -> None:
-        self._queue.put(lambda: self._forget_hold(lease_id))
+        if self._process is not None:
+            self._send(Drop(lease_id))
+
+    # --- reading ------------------------------------------------------------------------------------
+
+    @property
+    def quarantined(self) -> int:
+        """Slots of reads that were given up, to which bytes may still land."""
+        return sum(len(flight.step) for flight in self._flights.values() if flight.lost_s is not None)
 
     @property
     def overloaded(self) -> bool:
-        """Too many slots wait for timed-out agents: peers that need an agent of their own are refused."""
-        return self.slots_in_flight > MAX_IN_FLIGHT_FRACTION * self.local.slots
-
-    def close(self, timeout_s: float) -> bool:
-        """End the thread; True when it ended in time."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    # --- the thread -------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            busy = self._poll()
-            timeout_s = None
-            if self._flights:
-                timeout_s = 0.0 if busy else _NAP_S
-            elif self._holds:
-                youngest_s = max(granted_s for granted_s, _ in self._holds.values())
-                timeout_s = _NAP_S if time.monotonic() - youngest_s < _BUSY_S else _SLOW_NAP_S
-            try:
-                command = self._queue.get(timeout_s != 0.0, timeout_s or None)
-            except queue.Empty:
-                continue
-            if command is None:
-                return
-            try:
-                command()
-            except Exception:
-                log.exception("a NIXL command failed")
-
-    def _poll(self) -> bool:
-        """Progress everything once; True when a transfer ended."""
-        now_s = time.monotonic()
-        if self._holds and self._server is not None:
-            self._server.agent.get_new_notifs()
-            for lease_id in [lease_id for lease_id, (_, until_s) in self._holds.items() if now_s >= until_s]:
-                del self._holds[lease_id]
-        ended = False
-        for flight in list(self._flights):
-            if flight in self._flights:
-                ended |= self._look(flight, now_s)
-        return ended
-
-    def _look(self, flight: _Flight, now_s: float) -> bool:
-        try:
-            state = flight.agent.agent.check_xfer_state(flight.handle)
-        except _errors() as error:
-            self._lost(flight, error)
-            return True
-        if state == "DONE":
-            self._landed(flight)
-        elif state != "PROC":
-            self._lost(flight, RuntimeError(f"transfer ended in state {state}"))
-        elif now_s >= flight.deadline_s:
-            self._destroy(
-                flight.agent, BlockStatus.GONE, "its NIXL agent was destroyed for another read that timed out"
-            )
-        else:
-            return False
-        return True
-
-    def _serve(self, done: Callable[[NixlIdentity | None], None]) -> None:
-        if self._identity is None:
-            try:
-                self._server = self._new_agent("serve")
-                self._identity = NixlIdentity(
-                    self._server.agent.name,
-                    self._server.agent.get_agent_metadata(),
-                    tuple(self.local.addresses),
-                    os.getpid(),
-                )
-            except _failures():
-                log.exception("NIXL cannot serve")
-        identity = self._identity
-        self._post(lambda: done(identity))
-
-    def _forget_hold(self, lease_id: int) -> None:
-        self._holds.pop(lease_id, None)
-
-    def start(self, peer: NixlTransport, step: Step, done: Any, quiet: Any) -> None:
-        """Queue one read; for :class:`NixlTransport`."""
-        self._queue.put(lambda: self._start(peer, step, done, quiet))
+        """Too many slots are quarantined: peers that need an agent of their own are refused."""
+        return self.quarantined > MAX_QUARANTINED_FRACTION * self.local.slots
 
     def prepare(self, peer: NixlTransport) -> None:
-        """Queue the making of the peer's agent, ahead of its first read; for :class:`NixlTransport`."""
-        self._queue.put(lambda: self._prepare(peer))
+        """Have the peer's agent made ahead of its first read; for :class:`NixlTransport`."""
+        self._introduce(peer)
 
-    def forget(self, peer: NixlTransport) -> None:
-        """Queue the removal of a peer; for :class:`NixlTransport`."""
-        self._queue.put(lambda: self._forget(peer))
-
-    def _start(
+    def read(
         self,
         peer: NixlTransport,
         step: Step,
         done: Callable[[StepResult], None],
         quiet: Callable[[Step], None],
     ) -> None:
-        started_s = time.monotonic()
-        if started_s >= step.deadline_s:
-            late = failed(step, BlockStatus.TOO_SLOW, "the deadline passed before the read began", 0.0)
-            self._post(lambda: done(late))
+        """Begin one read; for :class:`NixlTransport`."""
+        self._last += 1
+        number, now_s = self._last, time.monotonic()
+        message = Read(
+            number,
+            peer.peer_id,
+            step.local_slots.astype("<i4").tobytes(),
+            step.remote_slots.astype("<i4").tobytes(),
+            step.deadline_s,
+        )
+        if not self._flights:
+            self._heard_s = now_s
+        if not (self._introduce(peer) and self._send(message)):
+            refused = failed(step, BlockStatus.GONE, "the NIXL process is being started again", 0.0)
+            # Never from within the call.
+            self._loop.later(0.0, lambda: done(refused))
             return
-        try:
-            agent = self._agent_for(peer)
-            _, remote = agent.remotes[peer.peer_id]
-            handle = agent.agent.make_prepped_xfer(
-                "READ",
-                agent.grid,
-                _rows(step.local_slots, self.local.slots, len(self.local.arrays)),
-                remote,
-                _rows(step.remote_slots, peer.slots, len(self.local.arrays)),
+        self._flights[number] = _Flight(peer, step, done, quiet, now_s)
+        self._watch_later()
+
+    def forget(self, peer: NixlTransport) -> None:
+        """End the reads from a peer; for :class:`NixlTransport`."""
+        process = self._process
+        if process is not None and peer.peer_id in process.known:
+            process.known.discard(peer.peer_id)
+            self._send(Forget(peer.peer_id))
+
+    def status(self) -> dict[str, Any]:
+        """JSON-ready."""
+        process = self._process
+        return {
+            "pid": process.child.pid if process is not None else 0,
+            "reads": sum(1 for flight in self._flights.values() if flight.lost_s is None),
+            "quarantined_slots": self.quarantined,
+            "quarantine_limit": int(MAX_QUARANTINED_FRACTION * self.local.slots),
+            "restarts": self.restarts,
+        }
+
+    def close(self, timeout_s: float, *, unlink: bool = False) -> bool:
+        """End the process; True when it is gone in time. ``unlink`` removes its lock file."""
+        self._closed = True
+        process = self._process
+        gone = True
+        if process is not None:
+            self._kill("the guard is through with it")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.child.wait(timeout_s)
+            gone = process.child.poll() is not None
+            if gone:
+                self._gone(process)
+        if unlink:
+            (self._pool_dir / LOCK).unlink(missing_ok=True)
+        return gone
+
+    # --- the process --------------------------------------------------------------------------------
+
+    def _introduce(self, peer: NixlTransport) -> bool:
+        process = self._process
+        if process is not None and not process.ending and peer.peer_id in process.known:
+            return True
+        message = Peer(
+            peer.peer_id,
+            peer.label,
+            peer.metadata,
+            tuple(peer.addresses),
+            peer.slots,
+            peer.own_agent,
+            peer.tls,
+        )
+        if not self._send(message):
+            return False
+        assert self._process is not None
+        self._process.known.add(peer.peer_id)
+        return True
+
+    def _send(self, message: ToProcess) -> bool:
+        """False when there is no process, and none can be started now."""
+        process = self._process
+        if process is None:
+            process = self._start()
+        if process is None or process.ending:
+            return False
+        raw = to_process.encode(message)
+        if not process.backlog:
+            try:
+                process.sock.send(raw, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                return True
+            except BlockingIOError:
+                self._loop.modify(process.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            except OSError as error:
+                self._kill(f"its socket: {error.strerror}")
+                return False
+        process.backlog.append(raw)
+        return True
+
+    def _start(self) -> _Process | None:
+        now_s = time.monotonic()
+        if self._closed or now_s < self._not_before_s:
+            return None
+        self._not_before_s = now_s + RESTART_S
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = Settings(
+            self.name,
+            theirs.fileno(),
+            os.getpid(),
+            str(self._pool_dir),
+            self._incarnation,
+            self._backend,
+            self._params,
+        )
+        # Found wherever this package was found from, which need not be the environment's path.
+        components = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [components, os.environ.get("PYTHONPATH", "")]))
+        with theirs:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "kvcr.transfer.nixl_main", msgspec.json.encode(settings).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
             )
-        except _failures() as error:
-            gone = failed(step, BlockStatus.GONE, f"NIXL cannot read from {peer.label}: {error}", 0.0)
-            self._post(lambda: done(gone))
-            return
-        # Counted from here: making an agent, at a first contact, is no sign of a peer that stalls.
-        posted_s = time.monotonic()
-        deadline_s = min(step.deadline_s, posted_s + STALL_S)
-        flight = _Flight(peer, step, done, quiet, agent, handle, posted_s, deadline_s)
-        try:
-            state = agent.agent.transfer(handle)
-            peer.synchronous = state == "DONE"
-        except _errors() as error:
-            self._flights.append(flight)
-            self._lost(flight, error)
-            return
-        self._flights.append(flight)
-        if state == "DONE":
-            self._landed(flight)
+        ours.setblocking(False)
+        process = self._process = _Process(child, ours, now_s)
+        self._heard_s = now_s
+        self._loop.register(ours.fileno(), select.EPOLLIN, lambda events: self._ready(process, events))
+        log.info("NIXL process %d started", child.pid)
+        return process
 
-    def _prepare(self, peer: NixlTransport) -> None:
-        try:
-            self._agent_for(peer)
-        except _failures() as error:
-            log.warning("NIXL cannot read from %s: %s", peer.label, error)
+    def _ready(self, process: _Process, events: int) -> None:
+        if events & select.EPOLLOUT:
+            while process.backlog:
+                try:
+                    process.sock.send(process.backlog[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    break
+                except OSError as error:
+                    self._kill(f"its socket: {error.strerror}")
+                    return
+                process.backlog.popleft()
+            else:
+                self._loop.modify(process.sock.fileno(), select.EPOLLIN)
+        while not process.ending:
+            try:
+                size = process.sock.recv_into(self._buffer, flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                size = 0
+            if not size:
+                self._kill("it ended")
+                return
+            try:
+                self._heard(memoryview(self._buffer)[:size])
+            except ProtocolError as error:
+                self._kill(f"it sent nonsense: {error}")
 
-    def _warm_up(self) -> None:
-        self._serve(lambda _: None)
-        try:
-            if self._shared is None:
-                self._shared = self._new_agent("read")
-        except _failures() as error:
-            log.warning("NIXL cannot read: %s", error)
+    def _heard(self, raw: memoryview) -> None:
+        self._heard_s = time.monotonic()
+        match to_guard.decode(raw):
+            case Landed() as landed:
+                flight = self._flights.pop(landed.number, None)
+                if flight is not None:
+                    flight.peer.synchronous = landed.synchronous
+                    self._verify(flight, landed.seconds)
+            case Lost() as lost:
+                self._lost(lost)
+            case Quiet() as quiet:
+                for number in quiet.numbers:
+                    self._quiet(number)
+            case Serving() as serving:
+                process = self._process
+                self._served(
+                    NixlIdentity(serving.agent, serving.metadata, serving.addresses, process.child.pid)
+                    if serving.metadata and process is not None
+                    else None
+                )
+            case ServerLost() as broken:
+                log.warning("peers cannot read over NIXL until they ask again: %s", broken.reason)
+                self._identity = None
 
-    def _agent_for(self, peer: NixlTransport) -> _Agent:
-        if peer.own_agent:
-            agent = self._own.get(peer.peer_id)
-            if agent is None:
-                agent = self._own[peer.peer_id] = self._new_agent("read", peer.tls)
-        else:
-            if self._shared is None:
-                self._shared = self._new_agent("read")
-            agent = self._shared
-        if peer.peer_id not in agent.remotes:
-            name = agent.agent.add_remote_agent(peer.metadata)
-            name = name.decode() if isinstance(name, bytes) else str(name)
-            agent.remotes[peer.peer_id] = (
-                name,
-                agent.agent.prep_xfer_dlist(name, self._grid(peer.addresses, peer.slots), "DRAM"),
-            )
-        return agent
-
-    def _new_agent(self, purpose: str, tls: str = "") -> _Agent:
-        nixl_agent, nixl_agent_config = _api()
-        self._made += 1
-        agent = nixl_agent(
-            f"{self.name}-{purpose}-{self._made}",
-            nixl_agent_config(
-                enable_prog_thread=False, enable_listen_thread=False, num_threads=0, backends=[]
-            ),
-        )
-        with _ucx_tls(tls):
-            agent.create_backend(self._backend, self._params)
-        nbytes = self.local.slots * self.local.layout.slot_part_bytes
-        agent.register_memory([(address, nbytes, 0, "") for address in self.local.addresses], "DRAM")
-        grid = agent.prep_xfer_dlist(
-            "NIXL_INIT_AGENT", self._grid(self.local.addresses, self.local.slots), "DRAM"
-        )
-        return _Agent(agent, grid)
-
-    def _grid(self, addresses: Any, slots: int) -> Any:
-        layout = self.local.layout
-        return np.array(
-            [[address, layout.part_bytes, 0, layout.slot_part_bytes, slots] for address in addresses],
-            np.uint64,
-        )
-
-    def _landed(self, flight: _Flight) -> None:
-        """All bytes are there: verify them on a mover, so that this thread goes on reading."""
-        self._flights.remove(flight)
-        _release(flight.handle)
-        step, started_s, local = flight.step, flight.started_s, self.local
+    def _verify(self, flight: _Flight, seconds: float) -> None:
+        step, local = flight.step, self.local
+        started_s = time.monotonic() - seconds
 
         def finished(result: StepResult | None) -> None:
             flight.done(
@@ -349,76 +401,87 @@ class NixlThread:
             lambda: verified(step, local.checksums(step.local_slots), started_s, time.monotonic()), finished
         )
 
-    def _lost(self, flight: _Flight, error: Exception) -> None:
-        """The peer went away in mid-read (or NIXL refuses to go on with it)."""
-        reason = f"NIXL READ from {flight.peer.label}: {error}"
-        if flight.peer.own_agent:
-            self._destroy(flight.agent, BlockStatus.GONE, reason)
+    def _lost(self, lost: Lost) -> None:
+        flight = self._flights.get(lost.number)
+        if flight is None or flight.lost_s is not None:
             return
-        self._flights.remove(flight)
-        _release(flight.handle)
-        self._drop_remote(flight.agent, flight.peer.peer_id)
-        self._deliver(
-            flight, failed(flight.step, BlockStatus.GONE, reason, time.monotonic() - flight.started_s)
-        )
+        if lost.in_flight:
+            flight.lost_s = time.monotonic()
+        else:
+            del self._flights[lost.number]
+        status = BlockStatus(lost.status)
+        flight.done(failed(flight.step, status, lost.reason, lost.seconds, in_flight=lost.in_flight))
 
-    def _destroy(self, agent: _Agent, status: BlockStatus, reason: str) -> None:
-        """End every read of ``agent``, and the agent: nothing else stops bytes of a TCP read from landing."""
-        victims = [flight for flight in self._flights if flight.agent is agent]
-        self._flights = [flight for flight in self._flights if flight.agent is not agent]
-        self._own = {peer_id: own for peer_id, own in self._own.items() if own is not agent}
-        if self._shared is agent:
-            self._shared = None
+    def _quiet(self, number: int) -> None:
+        flight = self._flights.pop(number, None)
+        if flight is not None:
+            flight.quiet(flight.step)
+
+    def _served(self, identity: NixlIdentity | None) -> None:
+        self._identity = identity
+        serving, self._serving = self._serving, []
+        for done in serving:
+            done(identity)
+
+    # --- when it does not answer, or ends -----------------------------------------------------------
+
+    def _watch_later(self) -> None:
+        if not self._watching:
+            self._watching = True
+            self._loop.later(_WATCH_S, self._watch)
+
+    def _watch(self) -> None:
+        """While there are reads: end the process when it keeps no deadline."""
+        self._watching = False
+        if not self._flights:
+            return
         now_s = time.monotonic()
-        for flight in victims:
-            late = now_s >= flight.deadline_s
-            outcome = failed(
-                flight.step,
-                BlockStatus.TOO_SLOW if late else status,
-                "the deadline passed while NIXL was reading" if late else reason,
-                now_s - flight.started_s,
-                in_flight=True,
-            )
-            self._deliver(flight, outcome)
-        # On a thread of its own: destroying can hang on a peer that does not answer. It is ours until then.
-        threading.Thread(
-            target=self._destroy_now, args=(agent, victims), name="kvcr-nixl-destroy", daemon=True
-        ).start()
+        flights = self._flights.values()
+        reason = ""
+        if any(flight.lost_s is not None and now_s > flight.lost_s + DESTROY_S for flight in flights):
+            reason = f"an agent was not destroyed within {DESTROY_S:.0f} s"
+        elif any(flight.lost_s is None and now_s > flight.step.deadline_s + GRACE_S for flight in flights):
+            reason = "it does not keep a read's deadline"
+        elif now_s - self._heard_s > SILENCE_S and any(flight.lost_s is None for flight in flights):
+            reason = f"it said nothing for {SILENCE_S:.0f} s"
+        if reason:
+            self._kill(reason)
+        self._watch_later()
 
-    def _destroy_now(self, agent: _Agent, victims: list[_Flight]) -> None:
-        for flight in victims:
-            _release(flight.handle)
-            flight.handle = None
-        for _, grid in agent.remotes.values():
-            _release(grid)
-        agent.remotes.clear()
-        _release(agent.grid)
-        agent.grid = None
-        agent.agent = None
-        for flight in victims:
-            self._post(lambda flight=flight: flight.quiet(flight.step))  # type: ignore[misc]
+    def _kill(self, reason: str) -> None:
+        """End the process. What it was reading is lost now; its slots are free once the kernel ended it."""
+        process = self._process
+        if process is None or process.ending:
+            return
+        process.ending = True
+        if not self._closed:
+            self.restarts += 1
+            log.error("ending NIXL process %d: %s", process.child.pid, reason)
+        self._loop.unregister(process.sock.fileno())
+        process.sock.close()
+        process.child.kill()
+        self._identity = None
+        self._served(None)
+        now_s = time.monotonic()
+        for flight in [flight for flight in self._flights.values() if flight.lost_s is None]:
+            flight.lost_s = now_s
+            why = f"NIXL: {reason}"
+            seconds = now_s - flight.started_s
+            flight.done(failed(flight.step, BlockStatus.GONE, why, seconds, in_flight=True))
+        self._reap(process)
 
-    def _deliver(self, flight: _Flight, result: StepResult) -> None:
-        self._post(lambda: flight.done(result))
+    def _reap(self, process: _Process) -> None:
+        if process.child.poll() is None:
+            self._loop.later(0.002, lambda: self._reap(process))
+        else:
+            self._gone(process)
 
-    def _forget(self, peer: NixlTransport) -> None:
-        own = self._own.get(peer.peer_id)
-        if own is not None:
-            self._destroy(own, BlockStatus.GONE, f"{peer.label} went away")
-        elif self._shared is not None:
-            for flight in [flight for flight in self._flights if flight.peer is peer]:
-                self._lost(flight, ConnectionError("the peer went away"))
-            self._drop_remote(self._shared, peer.peer_id)
-
-    def _drop_remote(self, agent: _Agent, peer_id: int) -> None:
-        known = agent.remotes.pop(peer_id, None)
-        if known is not None:
-            name, grid = known
-            _release(grid)
-            try:
-                agent.agent.remove_remote_agent(name)
-            except _errors() as error:
-                log.debug("removing NIXL agent %s: %s", name, error)
+    def _gone(self, process: _Process) -> None:
+        """The kernel has taken its memory away: nothing lands any more."""
+        if self._process is process:
+            self._process = None
+            for number in list(self._flights):
+                self._quiet(number)
 
 
 class NixlTransport:
@@ -429,7 +492,7 @@ class NixlTransport:
 
     def __init__(
         self,
-        thread: NixlThread,
+        process: NixlProcess,
         label: str,
         metadata: bytes,
         addresses: Sequence[int],
@@ -449,83 +512,17 @@ class NixlTransport:
         self.tls = tls
         self.synchronous = False
         """The last read was over when it was posted: copied between the processes (CMA)."""
-        self._thread = thread
-        thread.prepare(self)
+        self._process = process
+        process.prepare(self)
+
+    @property
+    def overloaded(self) -> bool:
+        """Its reads could leave slots in quarantine, and there are too many of those."""
+        return self.own_agent and self._process.overloaded
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
         """See :class:`kvcr.transfer.base.Transport`."""
-        self._thread.start(self, step, done, quiet)
+        self._process.read(self, step, done, quiet)
 
     def close(self) -> None:
-        self._thread.forget(self)
-
-
-@functools.cache
-def _failures() -> tuple[type[Exception], ...]:
-    """What making an agent or meeting a peer may raise, NIXL being absent included."""
-    return (ImportError, RuntimeError, *_errors())
-
-
-@contextlib.contextmanager
-def _ucx_tls(tls: str) -> Iterator[None]:
-    """UCX reads its environment for each context it makes; all are made by one thread."""
-    before = os.environ.get("UCX_TLS")
-    if tls:
-        os.environ["UCX_TLS"] = tls
-    try:
-        yield
-    finally:
-        if tls and before is None:
-            del os.environ["UCX_TLS"]
-        elif tls and before is not None:
-            os.environ["UCX_TLS"] = before
-
-
-def _rows(slots: Any, slot_count: int, ranks: int) -> Any:
-    """Rows of a grid with ``slot_count`` rows a rank, for every rank's part of ``slots``: int32."""
-    return (
-        (np.arange(ranks, dtype=np.int32)[:, None] * np.int32(slot_count) + slots[None, :])
-        .astype(np.int32)
-        .ravel()
-    )
-
-
-def _release(handle: Any) -> None:
-    try:
-        handle.release()
-    except _errors() as error:
-        log.debug("releasing a NIXL handle: %s", error)
-
-
-def _wheel(module: str) -> Any:
-    """A module of whichever NIXL wheel is installed.
-
-    Not through the ``nixl`` package where that can be helped: it imports torch, where there is one, to choose
-    between wheels (3 s and 200 MB), and for DRAM they are all alike.
-    """
-    for wheel in ("nixl_cu12", "nixl_cu13", "nixl_rocm"):
-        if importlib.util.find_spec(wheel) is not None:
-            return importlib.import_module(f"{wheel}.{module}")
-    return importlib.import_module(f"nixl.{module}")
-
-
-def _api() -> tuple[Any, Any]:
-    # UCX reads its environment when it is loaded. 512 KiB segments: READ over TCP 0.34 -> 0.56 of memcpy.
-    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "512k")
-    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "512k")
-    api = _wheel("_api")
-    return api.nixl_agent, api.nixl_agent_config
-
-
-@functools.cache
-def _errors() -> tuple[type[Exception], ...]:
-    """The exceptions NIXL raises; they share no base of their own."""
-    try:
-        bindings = _wheel("_bindings")
-    except ImportError:
-        return ()
-    return tuple(
-        value
-        for name, value in vars(bindings).items()
-        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
-    )
+        self._process.forget(self)

@@ -7,14 +7,18 @@ An entry point names a class that follows :class:`Plugin`; its name is the trans
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-from typing import Protocol, cast
+import os
+import sys
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvcr.errors import ConfigError
 from kvcr.protocol.peer import PeerWelcome
 from kvcr.transfer.base import LocalRegions, Post, Transport
 from kvcr.transfer.mover import MoverPool
+
+if TYPE_CHECKING:
+    import importlib.metadata
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +53,35 @@ class Plugin(Protocol):
 def find() -> dict[str, importlib.metadata.EntryPoint]:
     """Installed plugins by name, not imported yet. A name that is taken is refused, with a warning."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
+    if not _declared():
+        return found
+    import importlib.metadata
+
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name in BUILT_IN or entry.name in found:
             log.warning("transport plugin %s (%s) ignored: the name is taken", entry.name, entry.value)
         else:
             found[entry.name] = entry
     return found
+
+
+def _declared() -> bool:
+    """Whether any installed package declares one. In most deployments none does, and importlib.metadata
+    takes longer to import and to ask than a guard's own modules; its successor is waited for."""
+    for directory in sys.path:
+        try:
+            names = os.listdir(directory or ".")
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                try:
+                    with open(os.path.join(directory, name, "entry_points.txt"), encoding="utf-8") as file:
+                        if GROUP in file.read():
+                            return True
+                except OSError:
+                    continue
+    return False
 
 
 def load(

@@ -96,6 +96,7 @@ class _Request:
     """Blocks before this one are saved, being saved, or were in the pool when looked at."""
     jobs: set[int] = field(default_factory=set)
     """Save jobs that workers have not finished."""
+    queried: bool = False
     drops: int = 0
     """Number of the last drop in G1 that was carried out before this request began."""
     keep: int = UNBOUNDED
@@ -122,6 +123,7 @@ class _Job:
 class SchedulerCounters:
     """Since the last :meth:`ConnectorScheduler.take_counters`."""
 
+    queried_blocks: int = 0
     asked_blocks: int = 0
     local_blocks: int = 0
     fetched_blocks: int = 0
@@ -222,6 +224,9 @@ class ConnectorScheduler:
             if not fetch.answered:
                 self._counters.lease_timeouts += 1
                 self._no_fetch_before_s = self._clock() + FETCH_PAUSE_S
+        if not state.queried:
+            state.queried = True
+            self._counters.queried_blocks += stop - first
         present = self._handle.lookup(state.chain.blob(first, stop))
         if fetch is not None:
             _mark(present, first, fetch.first, fetch.expected())

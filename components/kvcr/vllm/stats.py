@@ -25,6 +25,7 @@ COUNTERS = {
     "saved_bytes": "Bytes copied from engine memory into the pool",
     "save_seconds": "Seconds spent copying saves",
     "corrupt_blocks": "Blocks that did not match their checksum at load",
+    "queried_blocks": "Prompt blocks that G1 did not have and pools were asked for, once a request",
     "asked_blocks": "Blocks that requests loaded or waited for",
     "local_blocks": "Of those, blocks that were in the local pool",
     "fetched_blocks": "Of those, blocks that were still on their way from a peer",
@@ -61,6 +62,7 @@ class KvcrStats(KVConnectorStats):  # type: ignore[misc]
     @classmethod
     def of_scheduler(cls, counters: SchedulerCounters) -> KvcrStats:
         return cls._from(
+            queried_blocks=counters.queried_blocks,
             asked_blocks=counters.asked_blocks,
             local_blocks=counters.local_blocks,
             fetched_blocks=counters.fetched_blocks,

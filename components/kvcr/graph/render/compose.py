@@ -231,7 +231,7 @@ def _monitoring() -> dict[str, Service]:
                 "--storage.tsdb.retention.time=15d",
             ],
             "volumes": [
-                "./prometheus:/etc/prometheus:ro",
+                "./prometheus/prometheus.yml:/etc/prometheus/prometheus.yml:ro",
                 "../grafana/alerts.yml:/etc/prometheus/rules/kvcr.yml:ro",
                 "prometheus:/prometheus",
             ],

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions, signals and replicas of one router, put together. One event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.js.api import DiscardPolicy
+from nats.js.errors import NotFoundError
+
+from kvcr.protocol.events import actions_subject, results_subject
+from kvcr.protocol.signals import signals_subject
+from router_hints.actions import Actor
+from router_hints.arrivals import Arrivals
+from router_hints.bus import Bus
+from router_hints.explain import PlanLog
+from router_hints.forward import ForwardPlan
+from router_hints.guards import GuardDirectory
+from router_hints.http import SignalServer
+from router_hints.index import LocationIndex
+from router_hints.intake import Intake, Unavailable
+from router_hints.ledger import Ledger
+from router_hints.metrics import Metrics
+from router_hints.news import ask_subject, news_subject
+from router_hints.placement import Placement
+from router_hints.replicas import Replicas
+from router_hints.sessions import SessionTable
+from router_hints.settings import RouterSettings
+from router_hints.signals import Desk, SignalHandler
+from router_hints.visits import Visits
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+
+
+class Agents:
+    """What a router knows and does for agent harnesses."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        name: str,
+        *,
+        guards: GuardDirectory,
+        index: LocationIndex,
+        ledger: Ledger,
+        plans: PlanLog,
+        metrics: Metrics,
+        bus: Bus,
+        placement: Callable[[], Placement],
+    ) -> None:
+        """``placement()`` is asked when the first signal or request is planned."""
+        self._bus = bus
+        self._metrics = metrics
+        self._namespace = settings.namespace
+        self._sessions = SessionTable(
+            block_size=settings.block_size, max_blocks=settings.session_blocks, ttl_s=settings.session_ttl_s
+        )
+        self._forward = ForwardPlan()
+        desk = Desk(
+            sessions=self._sessions,
+            forward=self._forward,
+            arrivals=Arrivals(),
+            guards=guards,
+            index=index,
+            ledger=ledger,
+            placement=placement,
+            actor=Actor(bus.publish, settings.namespace, name, metrics),
+            plans=plans,
+        )
+        self._desk = desk
+        self.replicas = Replicas(
+            name,
+            desk,
+            lambda raw: bus.post(news_subject(settings.namespace), raw),
+            lambda: bus.connected,
+            metrics,
+        )
+        self.handler = SignalHandler(desk, audience=self.replicas)
+        self.visits = Visits(desk, self.handler, metrics, audience=self.replicas)
+        self._intake = Intake(self.handler, metrics, self.replicas.owner, self.replicas.others, self._ask)
+        self._server = SignalServer(
+            settings.signals_host, settings.signals_port, settings.signals_tokens, self._intake, metrics
+        )
+        self._upkeep: asyncio.Task[None] | None = None
+        bus.subscribe(results_subject(settings.namespace), desk.actor.received)
+        bus.subscribe(news_subject(settings.namespace), self.replicas.received)
+        bus.answer(ask_subject(settings.namespace, name), self._answer)
+        bus.answer(signals_subject(settings.namespace), self._intake.message, queue="routers")
+        bus.on_connect(self._connected)
+
+    async def start(self) -> None:
+        """Take signals. Raises ConfigError when the port is taken."""
+        await self._server.start()
+        self._upkeep = asyncio.get_running_loop().create_task(self._keep_up())
+
+    async def close(self) -> None:
+        await self._server.close()
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._upkeep
+        await self.visits.close()
+        await self.replicas.leave()
+
+    def forget_guard(self, name: str) -> None:
+        """The guard is gone: nothing arrives there any more."""
+        self._desk.arrivals.forget_guard(name)
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        self._metrics.sessions.set(len(self._sessions))
+        self._metrics.session_blocks.set(self._sessions.blocks)
+        for reason, count in self._sessions.forgotten.items():
+            self._metrics.sessions_forgotten.labels(reason).set(count)
+        self._metrics.announced.set(len(self._forward))
+
+    async def _keep_up(self) -> None:
+        while True:
+            try:
+                self._sessions.expire(self.handler.clock())
+                self.replicas.tick()
+                self.replicas.adopt_orphans()
+                await self.handler.tick()
+            except Exception:
+                # Whatever it was, the next second is another one.
+                log.exception("upkeep of sessions")
+            await asyncio.sleep(_TICK_S)
+
+    async def _connected(self, client: Client) -> None:
+        self.replicas.hello()
+        try:
+            await _ensure_stream(client, self._namespace)
+        except (NatsError, TimeoutError) as error:
+            log.warning("no JetStream for actions (%s): guards that are away do not get them later", error)
+
+    async def _ask(self, router: str, payload: bytes, timeout_s: float) -> bytes:
+        try:
+            return await self._bus.request(ask_subject(self._namespace, router), payload, timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(f"router {router} does not answer: {error}") from error
+
+    async def _answer(self, payload: bytes, _: dict[str, str]) -> bytes:
+        return await self._intake.answer(payload)
+
+
+async def _ensure_stream(client: Client, namespace: str) -> None:
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in namespace)
+    jetstream = client.jetstream()
+    with contextlib.suppress(NotFoundError):
+        await jetstream.stream_info(f"KVCR_ACTIONS_{plain}")
+        return
+    await jetstream.add_stream(
+        name=f"KVCR_ACTIONS_{plain}",
+        subjects=[actions_subject(namespace, "*")],
+        max_age=600.0,
+        max_bytes=64 << 20,
+        discard=DiscardPolicy.OLD,
+    )

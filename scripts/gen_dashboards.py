@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write deploy/grafana/dashboards/*.json. `--check` only says whether they are current."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, Row
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.dashboard import DataSourceRef, ValueMap, ValueMappingResult
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+FOLDER = Path(__file__).parents[1] / "deploy/grafana/dashboards"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+HEIGHT = 8
+STATES = ("EMPTY", "STANDBY", "CHECKING", "ACTIVE")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. ``queries`` are pairs of a legend and an expression."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    about: str
+    kind: str = "time"
+    span: int = 8
+
+
+def rate(metric: str, by: str = "", where: str = "") -> str:
+    """Per second, summed."""
+    grouped = f" by ({by})" if by else ""
+    return f"sum{grouped} (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def quantile(q: float, histogram: str, by: str = "") -> str:
+    """Of a histogram's observations in the interval."""
+    grouped = f"le, {by}" if by else "le"
+    return f"histogram_quantile({q}, sum by ({grouped}) (rate({histogram}_bucket[$__rate_interval])))"
+
+
+def quantiles(histogram: str, *qs: float, by: str = "") -> tuple[tuple[str, str], ...]:
+    label = f" {{{{{by}}}}}" if by else ""
+    return tuple((f"p{round(q * 100)}{label}", quantile(q, histogram, by)) for q in qs)
+
+
+TTFT = "dynamo_frontend_time_to_first_token_seconds"
+LOCAL = rate("kvcr_engine_local_blocks_total")
+FETCHED = rate("kvcr_engine_fetched_blocks_total")
+QUERIED = rate("kvcr_engine_queried_blocks_total")
+
+TRANSFERS: dict[str, tuple[Panel, ...]] = {
+    "Peer to peer (G2 to G2)": (
+        Panel(
+            "Pulled from peers",
+            units.BytesPerSecondSI,
+            (("{{transport}}", rate("kvcr_pulled_bytes_total", "transport")),),
+            "Bytes that guards copied from other guards, as the reader counts them.",
+        ),
+        Panel(
+            "Served to peers",
+            units.BytesPerSecondSI,
+            (("{{instance}} {{transport}}", rate("kvcr_served_bytes_total", "instance, transport")),),
+            "The same bytes, as the source counts them: who carries the load.",
+        ),
+        Panel(
+            "Duration of a pull",
+            units.Seconds,
+            quantiles("kvcr_pull_seconds", 0.5, 0.9, 0.99),
+            "Pulls that moved something, from the request to the last committed block.",
+        ),
+        Panel(
+            "Fetches by result",
+            units.OpsPerSecond,
+            (("{{result}}", rate("kvcr_fetches_total", "result")),),
+            "ok: all blocks arrived; partial: some; none.",
+        ),
+        Panel(
+            "Blocks that did not arrive",
+            units.OpsPerSecond,
+            (("{{status}}", f"{rate('kvcr_failed_blocks_total', 'status')} or vector(0)"),),
+            "miss: nobody has it; gone: evicted meanwhile; too_slow: recomputing is faster; failed.",
+        ),
+        Panel(
+            "Speed of links",
+            units.BytesPerSecondSI,
+            (("{{instance}} from {{peer}} ({{transport}})", "kvcr_peer_bytes_per_second"),),
+            "How fast a block was read from each peer when the link was opened.",
+        ),
+    ),
+    "Offload (G1 to G2)": (
+        Panel(
+            "Stored by engines",
+            units.BytesPerSecondSI,
+            (("{{instance}}", rate("kvcr_deposited_bytes_total", "instance")),),
+            "Blocks that engines copied from G1 into their pools.",
+            span=12,
+        ),
+        Panel(
+            "Evictions by reason",
+            units.OpsPerSecond,
+            (("{{reason}}", f"{rate('kvcr_evicted_blocks_total', 'reason')} or vector(0)"),),
+            "Blocks that made room.",
+            span=12,
+        ),
+    ),
+    "Onboard (G2 to G1)": (
+        Panel(
+            "Loaded by engines",
+            units.BytesPerSecondSI,
+            (("{{instance}}", rate("kvcr_loaded_bytes_total", "instance")),),
+            "Blocks that engines copied from their pools into G1 instead of computing them.",
+            span=12,
+        ),
+        Panel(
+            "Blocks of prompts, by where they came from",
+            units.OpsPerSecond,
+            (("own pool", LOCAL), ("peer", FETCHED), ("asked for", QUERIED)),
+            "What the connector was asked for is the denominator of the hit ratio.",
+            span=12,
+        ),
+    ),
+    "Pools": (
+        Panel(
+            "Slots by state",
+            units.Short,
+            (("{{instance}} {{state}}", "sum by (instance, state) (kvcr_pool_slots)"),),
+            "free + granted + ready + cooling + quarantined is the size of the pool.",
+        ),
+        Panel(
+            "Corrupt blocks",
+            units.Short,
+            (("{{where}}", "sum by (where) (increase(kvcr_corrupt_blocks_total[$__range])) or vector(0)"),),
+            "Blocks that failed their checksum, by who found out. They are recomputed.",
+        ),
+        Panel(
+            "Verified in the background",
+            units.BytesPerSecondSI,
+            (("{{instance}}", rate("kvcr_scrubbed_bytes_total", "instance")),),
+            "The scrubber hashes resident blocks at a limited rate.",
+        ),
+    ),
+}
+
+FAILOVER: dict[str, tuple[Panel, ...]] = {
+    "State": (
+        Panel(
+            "State of each guard",
+            units.NoUnit,
+            (
+                (
+                    "{{instance}}",
+                    " + ".join(
+                        f'max by (instance) (kvcr_guard_state{{state="{state}"}}) * {code}'
+                        for code, state in enumerate(STATES)
+                    ),
+                ),
+            ),
+            "STANDBY: a live engine. CHECKING: it is missing. ACTIVE: its death is proven.",
+            kind="states",
+            span=24,
+        ),
+        Panel(
+            "Engines that died",
+            units.Short,
+            (("deaths", "sum(increase(kvcr_failovers_total[$__range]))"),),
+            "By proof, in the time shown.",
+            kind="stat",
+            span=6,
+        ),
+        Panel(
+            "Time to ACTIVE",
+            units.Seconds,
+            (
+                (
+                    "p90",
+                    "histogram_quantile(0.9, sum by (le) (increase(kvcr_failover_seconds_bucket[$__range])))",
+                ),
+            ),
+            "From the first sign of a death to its proof.",
+            kind="stat",
+            span=6,
+        ),
+        Panel(
+            "Epoch of the pool",
+            units.Short,
+            (("{{instance}}", "max by (instance) (kvcr_pool_epoch)"),),
+            "Raised at each take-over and each hand-off.",
+            span=6,
+        ),
+        Panel(
+            "Workers known to the router",
+            units.Short,
+            (("{{state}}", "sum by (state) (kvcr_router_workers)"),),
+            "down: it failed a dispatch, or its guard says that it died.",
+            span=6,
+        ),
+    ),
+    "What users see": (
+        Panel(
+            "Time to first token",
+            units.Seconds,
+            quantiles(TTFT, 0.5, 0.9, 0.95),
+            "At the frontend.",
+        ),
+        Panel(
+            "Output tokens",
+            "tok/s",
+            (("tokens per second", rate("dynamo_frontend_output_tokens_total")),),
+            "At the frontend.",
+        ),
+        Panel(
+            "Requests by how they ended",
+            units.RequestsPerSecond,
+            (("{{outcome}}", rate("kvcr_router_requests_total", "outcome")),),
+            "At the router: unreachable ones were planned again.",
+        ),
+    ),
+    "The surviving pool": (
+        Panel(
+            "Served to peers",
+            units.BytesPerSecondSI,
+            (("{{instance}}", rate("kvcr_served_bytes_total", "instance")),),
+            "Look at the guard that is ACTIVE: blocks of a dead engine that others go on using.",
+            span=12,
+        ),
+        Panel(
+            "Loaded after coming back",
+            units.BytesPerSecondSI,
+            (("{{instance}}", rate("kvcr_loaded_bytes_total", "instance")),),
+            "An engine that came back refills from its own pool.",
+            span=12,
+        ),
+    ),
+    "Protection": (
+        Panel(
+            "Messages of a past epoch",
+            units.Short,
+            (
+                (
+                    "{{message}}",
+                    "sum by (message) (increase(kvcr_stale_messages_total[$__range])) or vector(0)",
+                ),
+            ),
+            "Refused, as the engine that sent them had been declared dead.",
+        ),
+        Panel(
+            "Engines fenced",
+            units.Short,
+            (("fenced", "sum(increase(kvcr_fences_total[$__range])) or vector(0)"),),
+            "Silent engines that were sent SIGKILL (fence_after_s).",
+        ),
+        Panel(
+            "Self-checks",
+            units.Short,
+            (("{{result}}", "sum by (result) (kvcr_self_checks_total) or vector(0)"),),
+            "Idle comparisons of the directory with what the guard believes.",
+        ),
+    ),
+}
+
+FLEET: dict[str, tuple[Panel, ...]] = {
+    "Reuse": (
+        Panel(
+            "Hit ratio",
+            units.PercentUnit,
+            (("own pool", f"{LOCAL} / {QUERIED}"), ("with peers", f"({LOCAL} + {FETCHED}) / {QUERIED}")),
+            "Of the blocks that G1 did not have: how many came from a pool instead of being computed.",
+        ),
+        Panel(
+            "Prompt tokens by where the plan expects them",
+            "tok/s",
+            (("{{tier}}", rate("kvcr_router_planned_tokens_total", "tier")),),
+            "g1: in the engine; g2: in its pool; peer: copied; compute.",
+        ),
+        Panel(
+            "Tokens not computed",
+            units.Short,
+            (
+                (
+                    "saved",
+                    'sum(increase(kvcr_router_planned_tokens_total{tier=~"g2|peer"}[$__range]))',
+                ),
+            ),
+            "Prompt tokens that came from a pool, in the time shown.",
+            kind="stat",
+        ),
+    ),
+    "Requests": (
+        Panel(
+            "Requests by worker",
+            units.RequestsPerSecond,
+            (("{{worker}}", rate("kvcr_router_requests_total", "worker")),),
+            "Instance ids in hex.",
+        ),
+        Panel("Time to first token", units.Seconds, quantiles(TTFT, 0.5, 0.9, 0.99), "At the frontend."),
+        Panel(
+            "Plans by reason",
+            units.OpsPerSecond,
+            (("{{reason}}", rate("kvcr_router_plans_total", "reason")),),
+            "Why requests went where they did.",
+        ),
+        Panel(
+            "Hints",
+            units.OpsPerSecond,
+            (("{{action}}", f"{rate('kvcr_router_hints_total', 'action')} or vector(0)"),),
+            "By primitive.",
+        ),
+        Panel(
+            "Time to plan",
+            units.Seconds,
+            quantiles("kvcr_router_plan_seconds", 0.5, 0.99),
+            "Of one request, in the router.",
+        ),
+        Panel(
+            "Index",
+            units.Short,
+            (("{{guard}}", "sum by (guard) (kvcr_router_index_blocks)"),),
+            "Blocks the router knows of, by guard.",
+        ),
+    ),
+    "Who pulls from whom": (
+        Panel(
+            "Bytes in the time shown",
+            units.BytesSI,
+            (
+                (
+                    "",
+                    "sum by (instance, peer) (increase(kvcr_peer_pulled_bytes_total[$__range]))",
+                ),
+            ),
+            "Reader and source. Sources outside the reader's RDMA domain should be rare.",
+            kind="table",
+            span=12,
+        ),
+        Panel(
+            "Links",
+            units.Short,
+            (("{{instance}} to {{peer}}", "max by (instance, peer) (kvcr_peer_ready)"),),
+            "1: a canary block was read from the peer and verified.",
+            span=12,
+        ),
+    ),
+}
+
+DASHBOARDS = {
+    "transfers": ("KVCR transfers", TRANSFERS),
+    "failover": ("KVCR failover", FAILOVER),
+    "fleet": ("KVCR fleet", FLEET),
+}
+
+
+def render(name: str) -> str:
+    """The JSON of one dashboard."""
+    title, rows = DASHBOARDS[name]
+    builder = (
+        Dashboard(title)
+        .uid(f"kvcr-{name}")
+        .tags(["kvcr"])
+        .refresh("10s")
+        .time("now-15m", "now")
+        .timezone("browser")
+        .with_variable(DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for row, panels in rows.items():
+        builder = builder.with_row(Row(row))
+        for panel in panels:
+            builder = builder.with_panel(_panel(panel))
+    document = json.loads(JSONEncoder(sort_keys=True, indent=2).encode(builder.build()))
+    return json.dumps(_tidy(document), indent=2, sort_keys=True) + "\n"
+
+
+def _panel(panel: Panel) -> Any:
+    kinds = {
+        "time": timeseries.Panel,
+        "stat": stat.Panel,
+        "states": statetimeline.Panel,
+        "table": table.Panel,
+    }
+    built = (
+        kinds[panel.kind]()
+        .title(panel.title)
+        .description(panel.about)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .span(panel.span)
+        .height(HEIGHT)
+    )
+    if panel.kind == "states":
+        names = {str(code): ValueMappingResult(text=state) for code, state in enumerate(STATES)}
+        built = built.mappings([ValueMap(options=names)])
+    for letter, (legend, expression) in zip("ABCDEF", panel.queries, strict=False):
+        query = prometheus.Dataquery().datasource(SOURCE).expr(expression).ref_id(letter)
+        if panel.kind == "table":
+            query = query.instant().format(PromQueryFormat.TABLE)
+        built = built.with_target(query.legend_format(legend))
+    return built
+
+
+def _tidy(document: dict[str, Any]) -> dict[str, Any]:
+    """What the SDK leaves out or gets wrong: ids of panels, and keys that Grafana's own types do not know."""
+    for number, panel in enumerate(document["panels"], 1):
+        panel["id"] = number
+        if panel.get("options") is None:
+            panel["options"] = {}
+    for variable in document["templating"]["list"]:
+        for key in [key for key in variable if key.startswith("auto")]:
+            del variable[key]
+    document["schemaVersion"] = 41
+    return document
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name in DASHBOARDS:
+        path, text = FOLDER / f"{name}.json", render(name)
+        if not path.exists() or path.read_text() != text:
+            stale.append(path.name)
+            if not check:
+                path.write_text(text)
+    words = "stale: " + ", ".join(stale) if stale else "current"
+    print(f"dashboards: {words}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pull costs when something does not do its part: paused peers, NIXL processes that hang or die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_client import LAYOUT, EngineClient, GuardProcess, chain, guards, statuses
+
+from kvcr.keys import BlockKey
+from kvcr.protocol.engine import BlockStatus, FetchProgress, Granted, Reserve, Source
+from kvcr.transfer import nixl
+
+OK = BlockStatus.OK
+TCP = {"UCX_TLS": "tcp,self"}
+GRANTED = 'kvcr_pool_slots{state="granted"}'
+QUARANTINED = 'kvcr_pool_slots{state="quarantined"}'
+
+needs_nixl = pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
+every_transport = pytest.mark.parametrize(
+    ("transport", "env"),
+    [
+        ("shm", None),
+        pytest.param("nixl", None, marks=needs_nixl),
+        pytest.param("nixl", TCP, marks=needs_nixl),
+    ],
+    ids=["shm", "cma", "tcp"],
+)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
+        yield Path(path)
+
+
+@contextlib.contextmanager
+def a_pair(
+    directory: Path, count: int, arguments: Sequence[str] = (), env: dict[str, str] | None = None
+) -> Iterator[tuple[EngineClient, EngineClient, bytes, list[BlockKey], list[Source]]]:
+    """Two guards with an engine each, ``count`` blocks stored at the first, one of them pulled already."""
+    with (
+        guards(directory, "a", "b", arguments=arguments, env=env) as (a, b),
+        EngineClient(a, "engine-a") as source,
+        EngineClient(b, "engine-b") as target,
+    ):
+        root, keys = chain(count, "tenant")
+        source.deposit(keys, root)
+        sources = [Source(a.endpoint, 0, count)]
+        assert statuses(target.fetch("contact", keys[:1], root, sources, deadline_ms=20_000)[1]) == [OK]
+        yield source, target, root, keys, sources
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def wait_until(true: Callable[[], bool], within_s: float = 15.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        time.sleep(0.05)
+
+
+def fetched_whole(target: EngineClient, keys: Sequence[BlockKey], root: bytes, sources: list[Source]) -> bool:
+    number = time.monotonic_ns()
+    _, progress = target.fetch(f"try-{number}", keys, root, sources, deadline_ms=3000)
+    return set(statuses(progress)) == {OK}
+
+
+def assert_slots_are_back(guard: GuardProcess) -> None:
+    wait_until(lambda: guard.metrics()[GRANTED] == guard.metrics()[QUARANTINED] == 0)
+
+
+# --- a peer that pauses ------------------------------------------------------------------------------
+
+
+@every_transport
+def test_a_paused_peer_costs_one_deadline_is_skipped_and_used_again(
+    directory: Path, transport: str, env: dict[str, str] | None
+) -> None:
+    with a_pair(directory, 40, ["--transport", transport], env) as (source, target, root, keys, sources):
+        wanted = keys[:30]
+        with contextlib.ExitStack() as paused:
+            for pid in (source.guard.pid, *source.guard.children()):
+                paused.enter_context(stopped(pid))
+            started_s = time.monotonic()
+            _, progress = target.fetch("first", wanted, root, sources, deadline_ms=1500)
+            assert time.monotonic() - started_s < 3.0
+            assert set(statuses(progress)[1:]) <= {BlockStatus.GONE, BlockStatus.TOO_SLOW}
+            # From now on nobody waits for it, however much time there would be.
+            for number in range(5):
+                started_s = time.monotonic()
+                _, progress = target.fetch(f"next-{number}", wanted, root, sources, deadline_ms=30_000)
+                assert time.monotonic() - started_s < 3.0
+                assert set(statuses(progress)[1:]) == {BlockStatus.GONE}
+        # Found out by a hello that waited at the peer: no pull has to try.
+        wait_until(lambda: fetched_whole(target, wanted, root, sources))
+        assert all(target.right(wanted))
+        assert_slots_are_back(target.guard)
+
+
+@needs_nixl
+def test_over_tcp_nothing_lands_after_the_deadline(directory: Path) -> None:
+    """The source's NIXL process is stopped with our reads in its queue, and goes on after we gave up."""
+    with a_pair(directory, 200, ["--transport", "nixl"], TCP) as (source, target, root, keys, sources):
+        with stopped(source.guard.nixl_pid()):
+            _, progress = target.fetch("r", keys, root, sources, deadline_ms=1200)
+            assert set(statuses(progress)[1:]) <= {BlockStatus.TOO_SLOW, BlockStatus.GONE}
+            metrics = target.guard.metrics()
+            assert metrics["kvcr_quarantined_slots_total"] > 0
+            taken = metrics["kvcr_quarantined_slots_total"]
+            # Its end is the agent's, and needs nothing from the source.
+            assert target.guard.wait_metric("kvcr_requalified_slots_total", taken) == taken
+            assert_slots_are_back(target.guard)
+            # The freed slots are somebody else's now.
+            target.send(target.scheduler, Reserve(target.welcome.epoch, 300))
+            slots = np.frombuffer(target.receive(target.scheduler, Granted).slots, "<i4")
+            assert len(slots) == 300
+            target.region.array[slots] = 0xA5
+        # The source answers the reads it has, if there is anybody to answer.
+        time.sleep(2.0)
+        assert (target.region.array[slots] == 0xA5).all()
+        wait_until(lambda: fetched_whole(target, keys, root, sources))
+        assert (target.region.array[slots] == 0xA5).all()
+
+
+# --- a NIXL process that hangs or dies ---------------------------------------------------------------
+
+
+@needs_nixl
+@pytest.mark.parametrize("env", [None, TCP], ids=["cma", "tcp"])
+def test_a_hung_nixl_process_blocks_nobody_and_is_replaced(
+    directory: Path, env: dict[str, str] | None
+) -> None:
+    """As if destroying an agent hung, with Python's lock held: nothing in that process goes on."""
+    with a_pair(directory, 200, ["--transport", "nixl"], env) as (_, target, root, keys, sources):
+        hung = target.guard.nixl_pid()
+        with stopped(hung):
+            target.start_fetch("r", keys, root, sources, deadline_ms=800)
+            for number in range(20):
+                started_s = time.monotonic()
+                other_root, others = chain(4, f"tenant-{number}")
+                target.deposit(others, other_root)
+                assert time.monotonic() - started_s < 2.0
+                time.sleep(0.1)
+            wait_until(lambda: target.guard.children() != [hung])
+        wait_until(lambda: fetched_whole(target, keys, root, sources))
+        assert all(target.right(keys))
+        assert_slots_are_back(target.guard)
+
+
+@needs_nixl
+def test_a_killed_nixl_process_is_replaced_on_either_side(directory: Path) -> None:
+    with a_pair(directory, 100, ["--transport", "nixl"]) as (source, target, root, keys, sources):
+        for side, stop in ((target, 40), (source, 70)):
+            os.kill(side.guard.nixl_pid(), signal.SIGKILL)
+            wait_until(lambda stop=stop: fetched_whole(target, keys[:stop], root, sources))
+        assert all(target.right(keys[:70]))
+        assert_slots_are_back(target.guard)
+
+
+@needs_nixl
+def test_the_nixl_process_ends_with_its_guard(directory: Path) -> None:
+    with a_pair(directory, 4, ["--transport", "nixl"]) as (source, target, *_):
+        children = [source.guard.nixl_pid(), target.guard.nixl_pid()]
+        source.guard.process.kill()
+        source.guard.process.wait()
+        target.guard.process.terminate()
+        target.guard.process.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in children))
+
+
+def test_pulls_do_not_wait_for_each_other(directory: Path) -> None:
+    """A pull of one step ends long before one of many that began before it."""
+    layout = LAYOUT
+    with (
+        guards(directory, "a", "b", slots=6000) as (a, b),
+        EngineClient(a, "engine-a", layout) as source,
+        EngineClient(b, "engine-b", layout) as target,
+    ):
+        root, keys = chain(2000, "big")
+        for start in range(0, 2000, 500):
+            source.deposit(keys[start : start + 500], keys[start - 1] if start else root, first=start)
+        small_root, small = chain(9, "small")
+        source.deposit(small, small_root)
+        sources = [Source(a.endpoint, 0, 2000)]
+        target.fetch("contact", keys[:1], root, sources)
+        target.start_fetch("big", keys, root, sources, deadline_ms=20_000)
+        target.start_fetch("small", small, small_root, sources, deadline_ms=20_000)
+        order = []
+        while len(order) < 2:
+            progress = target.receive(target.scheduler, FetchProgress)
+            if progress.final:
+                order.append(progress.request_id)
+                assert set(statuses(progress)) == {OK}
+        assert order == ["small", "big"]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards on two hosts, for which network, mount and PID namespaces stand in: see :mod:`hosts`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hosts import Host, RemoteEngine, RemoteGuard, two_hosts, why_not
+
+from kvcr.protocol.engine import BlockStatus
+from kvcr.transfer import nixl
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error()),
+]
+
+BLOCK_BYTES = 64 * 1024 - 512
+OK, GONE = BlockStatus.OK, BlockStatus.GONE
+
+
+class Deployment(NamedTuple):
+    a: Host
+    b: Host
+    directory: Path
+
+    def guard(self, host: Host, name: str, *arguments: str, secret: str = "secret") -> RemoteGuard:
+        flags = ["--secret-file", str(self.directory / secret)] if secret else []
+        return RemoteGuard(host, name, *flags, *arguments, log=self.directory / f"{name}.log")
+
+    def peers(self, *records: dict[str, Any]) -> list[str]:
+        """The flag that tells a guard of others."""
+        path = self.directory / "peers.json"
+        path.write_text(json.dumps(records))
+        return ["--peers", str(path)]
+
+    def doctor(self, host: Host, *arguments: str, check: bool = True) -> str:
+        done = host.run(sys.executable, "-m", "kvcr.cli", "doctor", *arguments, check=False)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def deployment(directory: Path, **options: Any) -> Iterator[Deployment]:
+    (directory / "secret").write_text("what all of the deployment know")
+    (directory / "other").write_text("what nobody of the deployment knows")
+    with two_hosts(directory, **options) as (a, b):
+        yield Deployment(a, b, directory)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Deployment]:
+    with deployment(tmp_path) as found:
+        yield found
+
+
+def received(host: Host, interface: str) -> int:
+    """Bytes that arrived by this interface so far."""
+    return int(host.run("cat", f"/sys/class/net/{interface}/statistics/rx_bytes").stdout)
+
+
+@pytest.mark.parametrize("address", ["data", "data6"])
+def test_blocks_are_pulled_over_tcp_by_the_configured_interface(hosts: Deployment, address: str) -> None:
+    with (
+        hosts.guard(hosts.a, "a", "--interface", getattr(hosts.a, address)) as a,
+        hosts.guard(hosts.b, "b", "--interface", "data0", *hosts.peers(a.record())) as b,
+        RemoteEngine(a) as source,
+        RemoteEngine(b) as target,
+    ):
+        assert a.endpoint.startswith("tcp://[fd77::1]:" if address == "data6" else "tcp://10.77.0.1:")
+        source.ask("deposit", count=200)
+        before = received(hosts.b, "data0"), received(hosts.b, "mgmt0")
+        fetched = target.ask("fetch", id="r", count=200, sources=[a.endpoint])
+        assert fetched["statuses"] == [OK] * 200, fetched
+        assert fetched["transport"] == "nixl"
+        assert target.ask("right", count=200) == 200
+        assert received(hosts.b, "data0") - before[0] > 200 * BLOCK_BYTES
+        assert received(hosts.b, "mgmt0") - before[1] < BLOCK_BYTES
+        metrics = target.metrics()
+        assert metrics['kvcr_peer_ready{peer="a"}'] == 1
+        assert metrics['kvcr_canaries_total{transport="nixl",result="ok"}'] == 1
+        way = next(name for name in metrics if name.startswith("kvcr_peer_bytes_per_second"))
+        assert 'via="tcp"' in way
+        assert source.metrics()['kvcr_served_blocks_total{transport="nixl"}'] == 200
+
+
+def test_a_stranger_gets_nothing_and_is_counted(hosts: Deployment) -> None:
+    with (
+        hosts.guard(hosts.a, "a", "--interface", "data0") as a,
+        hosts.guard(
+            hosts.b, "b", "--interface", "data0", *hosts.peers(a.record()), secret="other"
+        ) as stranger,
+        RemoteEngine(a) as source,
+        RemoteEngine(stranger) as target,
+    ):
+        source.ask("deposit", count=20)
+        fetched = target.ask("fetch", id="r", count=20, sources=[a.endpoint], deadline_ms=3000)
+        assert OK not in fetched["statuses"]
+        assert target.ask("right", count=20) == 0
+        assert source.metrics()['kvcr_peer_refusals_total{code="unauthenticated"}'] >= 1
+        # An endpoint that a hint names and no signed record does.
+        fetched = target.ask("fetch", id="s", count=20, sources=["tcp://10.77.0.1:9"], deadline_ms=3000)
+        assert OK not in fetched["statuses"]
+        assert target.metrics()['kvcr_peer_refusals_total{code="unknown"}'] >= 1
+
+
+def test_loopback_is_no_address_for_another_host(hosts: Deployment) -> None:
+    with pytest.raises(RuntimeError, match="peers on other hosts would connect to themselves"):
+        hosts.guard(hosts.a, "refused", "--control", "tcp://0.0.0.0:0", "--advertise", "127.0.0.1")
+    with pytest.raises(RuntimeError, match="set --advertise or --interface"):
+        hosts.guard(hosts.a, "unclear", "--control", "tcp://0.0.0.0:0")
+    with (
+        hosts.guard(hosts.a, "a") as alone,
+        hosts.guard(hosts.b, "b", "--interface", "data0", *hosts.peers(alone.record())) as b,
+        RemoteEngine(b) as target,
+    ):
+        assert alone.endpoint.startswith("tcp://127.0.0.1:")
+        fetched = target.ask("fetch", id="r", count=4, sources=[alone.endpoint])
+        assert set(fetched["statuses"]) == {GONE}
+        assert f"advertises {alone.endpoint}" in (hosts.directory / "b.log").read_text() + fetched["reason"]
+        assert target.metrics()['kvcr_peer_refusals_total{code="loopback"}'] >= 1
+
+
+def test_binding_everything_and_advertising_one_address(hosts: Deployment) -> None:
+    everything = ["--control", "tcp://0.0.0.0:7100", "--advertise", hosts.a.data]
+    with (
+        hosts.guard(hosts.a, "a", *everything) as a,
+        hosts.guard(hosts.b, "b", "--interface", "data0", *hosts.peers(a.record())) as b,
+        RemoteEngine(a) as source,
+        RemoteEngine(b) as target,
+    ):
+        assert a.endpoint == "tcp://10.77.0.1:7100"
+        source.ask("deposit", count=4)
+        assert target.ask("fetch", id="r", count=4, sources=[a.endpoint])["statuses"] == [OK] * 4
+
+
+def test_the_doctor_measures_both_directions_and_names_the_interface(hosts: Deployment) -> None:
+    secret = str(hosts.directory / "secret")
+    with hosts.guard(hosts.a, "a", "--interface", "data0") as a:
+        known = hosts.peers(a.record())
+        arguments = ["--peer", hosts.a.data, "--secret-file", secret, "--interface", "data0", *known]
+        assert "no engine has attached to it yet" in hosts.doctor(hosts.b, *arguments, check=False)
+        with RemoteEngine(a) as engine:
+            report = json.loads(hosts.doctor(hosts.b, *arguments, "--json"))
+            assert report["healthy"]
+            assert [direction["source"] == "a" for direction in report["directions"]] == [True, False]
+            for direction, own in zip(report["directions"], (hosts.b.data, hosts.a.data), strict=True):
+                assert (direction["interface"], direction["address"]) == ("data0", own)
+                assert direction["ucx_devices"] == "data0"
+                assert direction["chosen"] == "nixl over tcp"
+                (way,) = direction["ways"]
+                assert (way["way"], way["error"]) == ("nixl over tcp", "")
+                assert way["mb_per_s"] > 1
+                assert direction["rejected"]["shm"] == "it is on another host"
+            text = hosts.doctor(hosts.b, *arguments)
+            assert "would use nixl over tcp" in text
+            assert "pulls work in both directions" in text
+            # A firewall that lets nobody in on b: their way to us fails, ours to them works.
+            rule = ["ip", "route", "add", "blackhole", hosts.b.data]
+            hosts.a.run(*rule)
+            failed = hosts.doctor(hosts.b, *arguments, check=False)
+            assert "pulls do not work in both directions" in failed or "did not answer" in failed
+            hosts.a.run("ip", "route", "del", "blackhole", hosts.b.data)
+            assert engine.metrics()["kvcr_deposited_blocks_total"] == 0
+        wrong = ["--peer", hosts.a.data, "--secret-file", str(hosts.directory / "other"), *known]
+        assert "it has another secret" in hosts.doctor(hosts.b, *wrong, check=False)
+
+
+def test_two_containers_of_one_host_find_that_only_the_network_is_shared(tmp_path: Path) -> None:
+    with (
+        deployment(tmp_path, same_kernel=True) as hosts,
+        hosts.guard(hosts.a, "a", "--interface", "data0") as a,
+        hosts.guard(hosts.b, "b", "--interface", "data0", *hosts.peers(a.record())) as b,
+        RemoteEngine(a) as source,
+        RemoteEngine(b) as target,
+    ):
+        assert a.ready["boot_id"] == b.ready["boot_id"]
+        source.ask("deposit", count=40)
+        fetched = target.ask("fetch", id="r", count=40, sources=[a.endpoint])
+        assert fetched["statuses"] == [OK] * 40, fetched
+        assert target.ask("right", count=40) == 40
+        log = (hosts.directory / "b.log").read_text()
+        assert "no shm: [Errno 2] No such file" in log
+        assert "nixl over tcp" in log
