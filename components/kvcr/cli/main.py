@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from kvcr.cli import graph
+from kvcr.cli import fleet, graph
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvcr.cli import serve
 
             return serve.run(arguments, overrides)
+        if arguments.command in ("status", "where", "top"):
+            return fleet.run(arguments)
         if arguments.command == "graph":
             return graph.run(arguments)
         if arguments.command == "doctor":
@@ -93,6 +95,7 @@ def _parse(
     serve.add_argument("--print-plan", action="store_true", help="show commands and ports, start nothing")
 
     graph.add_parser(commands)
+    fleet.add_parsers(commands)
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")

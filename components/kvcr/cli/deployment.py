@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which deployment a command speaks to: flags, then the environment, then the newest ``kvcr serve``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvcr.dynamo.fleet import Deployment
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Flags that every command about a deployment has."""
+    where = parser.add_argument_group("which deployment (default: the newest `kvcr serve` of this user)")
+    where.add_argument("--run-dir", metavar="DIR", help="run directory of a `kvcr serve`")
+    where.add_argument("--namespace", help="Dynamo namespace; or DYN_NAMESPACE")
+    where.add_argument("--etcd", metavar="URL", help="or ETCD_ENDPOINTS")
+    where.add_argument("--nats", metavar="URL", help="or NATS_SERVER")
+    where.add_argument("--secret-file", metavar="FILE", help="the deployment's secret; or KVCR_SECRET_FILE")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Deployment:
+    """Raises ConfigError when nothing says where etcd is, or the secret cannot be read."""
+    from kvcr.dynamo.fleet import Deployment
+
+    graph = _graph(arguments.run_dir)
+    given = arguments.etcd or environ.get("ETCD_ENDPOINTS")
+    etcd = given or (graph or {}).get("etcd")
+    if not etcd:
+        raise ConfigError(
+            "no deployment found: no graph of `kvcr serve` is running for this user; name one with --etcd "
+            "http://host:2379 and --namespace, or set ETCD_ENDPOINTS and DYN_NAMESPACE"
+        )
+    # Flags and environment name a deployment as a whole: parts of another one's graph must not be mixed in.
+    graph = graph if graph is not None and etcd == graph["etcd"] else None
+    known: Mapping[str, Any] = graph or {}
+    secret_file = arguments.secret_file or environ.get("KVCR_SECRET_FILE") or known.get("secret_file")
+    return Deployment(
+        namespace=arguments.namespace or environ.get("DYN_NAMESPACE") or known.get("namespace") or "dynamo",
+        etcd=etcd,
+        nats=arguments.nats or environ.get("NATS_SERVER") or known.get("nats") or "nats://127.0.0.1:4222",
+        secret=_secret(secret_file),
+        source=f"graph {known['id']}" if known else f"etcd at {etcd}",
+        model=_model_dir(known),
+    )
+
+
+def _graph(run_dir: str | None) -> dict[str, Any] | None:
+    from kvcr.graph.models import cache_dir
+
+    path = Path(run_dir) / "graph.json" if run_dir else cache_dir() / "run" / "latest" / "graph.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        if run_dir:
+            raise ConfigError(f"--run-dir {run_dir}: no graph.json of a `kvcr serve` there") from error
+        return None
+    running = state.get("state") in ("starting", "ready") and Path(f"/proc/{state.get('pid')}").exists()
+    return state if running or run_dir else None
+
+
+def _model_dir(graph: Mapping[str, Any]) -> str | None:
+    from kvcr.graph.models import model_path
+
+    return str(model_path(graph["model"])) if graph.get("model") else None
+
+
+def _secret(path: str | None) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--secret-file {path!r} cannot be read: {error.strerror}") from error

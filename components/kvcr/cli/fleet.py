@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr status``, ``kvcr where``, ``kvcr top``: looking at a running deployment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcr.cli import deployment
+from kvcr.cli.tables import size, table
+from kvcr.errors import ConfigError, KvcrError
+
+if TYPE_CHECKING:
+    from kvcr.dynamo.fleet import Fleet
+    from kvcr.dynamo.records import InstanceRecord
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+MAX_INSPECT_KEYS = 2048
+_KEY = re.compile(r"[0-9a-f]{32}")
+
+
+def add_parsers(commands: Any) -> None:
+    """Declare the commands."""
+    status = commands.add_parser("status", help="guards of a deployment: states, pools, domains, links")
+    deployment.add_options(status)
+    where = commands.add_parser(
+        "where",
+        help="which guards hold a prompt, or a block",
+        description="Which guards hold the blocks of a prompt, or one block by its key. Exit code 1: nobody.",
+    )
+    deployment.add_options(where)
+    where.add_argument("what", metavar="PROMPT|KEY", help="text, @FILE with text, or a key of 32 hex digits")
+    where.add_argument("--model", metavar="DIR", help="model whose tokenizer to use (default: the graph's)")
+    where.add_argument("--raw", action="store_true", help="the text is a prompt as it is, not a chat message")
+    where.add_argument("--salt", default="", help="tenant salt of the request")
+    top = commands.add_parser("top", help="what every guard is doing, live")
+    deployment.add_options(top)
+    top.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds (%(default)s)")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="stop after N tables; 0: never")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError, KvcrError."""
+    handlers = {"status": _status, "where": _where, "top": _top}
+    return asyncio.run(_with_fleet(handlers[arguments.command], arguments))
+
+
+async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
+    try:
+        from kvcr.dynamo.fleet import Fleet
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs the clients of Dynamo and etcd: pip install 'dynamo-kvcr[dynamo]' ({error})"
+        ) from error
+    async with Fleet(deployment.find(arguments)) as fleet:
+        return int(await handler(fleet, arguments))
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    records = await fleet.guards()
+    answers = await fleet.ask_all(records, "status")
+    if arguments.json:
+        guards = [
+            {"record": _plain(record), "status": answer}
+            if isinstance(answer, dict)
+            else {"record": _plain(record), "error": str(answer)}
+            for record, answer in zip(records, answers, strict=True)
+        ]
+        _print_json({"namespace": fleet.deployment.namespace, "guards": guards, "ignored": fleet.ignored})
+    else:
+        print(f"{fleet.deployment.source}, namespace {fleet.deployment.namespace}")
+        print(_status_table(records, answers))
+        for reason, count in fleet.ignored.items():
+            print(f"{count} record(s) not believed: {reason}")
+        for answer in answers:
+            if isinstance(answer, KvcrError):
+                print(f"! {answer}")
+    if not records:
+        print(f"no guard is registered in namespace {fleet.deployment.namespace}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_FAILED if any(isinstance(answer, KvcrError) for answer in answers) else EXIT_OK
+
+
+def _status_table(records: Sequence[InstanceRecord], answers: Sequence[dict[str, Any] | KvcrError]) -> str:
+    rows = []
+    for record, answer in zip(records, answers, strict=True):
+        domains = ", ".join(f"{name} {value}" for name, value in sorted(record.topology_domains.items()))
+        if not isinstance(answer, dict):
+            rows.append([record.name, "no answer", record.epoch, "", "", "", "", domains or "-"])
+            continue
+        pool = answer["pool"]
+        peers = answer["peers"]
+        rows.append(
+            [
+                record.name,
+                answer["state"],
+                pool["epoch"] if pool else "-",
+                ", ".join(str(pid) for pid in answer["engine"]["pids"]) or "-",
+                _filled(pool),
+                len(answer["pulls"]),
+                f"{sum(bool(peer['ready']) for peer in peers)}/{len(peers)}",
+                domains or "-",
+            ]
+        )
+    header = ("GUARD", "STATE", "EPOCH", "ENGINE PIDS", "POOL", "PULLS", "PEERS READY", "DOMAINS")
+    return table(header, rows, right="25")
+
+
+def _filled(pool: dict[str, Any] | None) -> str:
+    if pool is None:
+        return "none yet"
+    ready = pool["counts"].get("READY", 0)
+    bytes_each = pool["slot_part_bytes"]
+    return f"{ready}/{pool['slots']} blocks, {size(ready * bytes_each)} a rank"
+
+
+# --- where ----------------------------------------------------------------------------------------
+
+
+async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    records = await fleet.guards()
+    if _KEY.fullmatch(arguments.what):
+        wanted = {record.name: [arguments.what] for record in records}
+        tokens = None
+    else:
+        tokens = _tokenize(arguments, fleet)
+        wanted = {record.name: _keys(record, tokens, arguments.salt) for record in records}
+    found: list[dict[str, Any]] = []
+    for record in records:
+        keys = wanted[record.name]
+        blocks: list[dict[str, Any]] = []
+        for first in range(0, len(keys), MAX_INSPECT_KEYS):
+            answer = await fleet.ask(record, "inspect", {"keys": keys[first : first + MAX_INSPECT_KEYS]})
+            blocks += answer["blocks"]
+        held = [block["tier"] for block in blocks]
+        found.append(
+            {
+                "guard": record.name,
+                "state": record.state,
+                "blocks": len(keys),
+                "from_start": _leading(held),
+                "held": sum(tier is not None for tier in held),
+                "tiers": sorted({f"G{tier}" for tier in held if tier is not None}),
+                "domains": record.topology_domains,
+            }
+        )
+    somebody = any(entry["held"] for entry in found)
+    if arguments.json:
+        _print_json({"tokens": None if tokens is None else len(tokens), "guards": found})
+    else:
+        if tokens is not None:
+            print(f"{len(tokens)} tokens")
+        rows = [
+            [e["guard"], e["blocks"], e["from_start"], e["held"], ", ".join(e["tiers"]) or "-", e["state"]]
+            for e in found
+        ]
+        print(table(("GUARD", "BLOCKS", "FROM THE START", "HELD", "TIERS", "STATE"), rows, right="123"))
+    return EXIT_OK if somebody else EXIT_FAILED
+
+
+def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:
+    text = Path(arguments.what[1:]).read_text() if arguments.what.startswith("@") else arguments.what
+    folder = arguments.model or fleet.deployment.model
+    if folder is None:
+        raise ConfigError("--model is missing: the directory of the model whose tokenizer counts")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if arguments.raw:
+        return list(tokenizer.encode(text))
+    chat = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+
+def _keys(record: InstanceRecord, tokens: Sequence[int], salt: str) -> list[str]:
+    """What the prompt's blocks are called at this guard: its namespace, model and block size count."""
+    from kvcr.keys import KeySpace, extend_chain
+
+    if record.layout is None:
+        return []
+    space = KeySpace(record.engine_namespace, record.model, salt=salt)
+    return [key.hex() for key in extend_chain(space.root(), list(tokens), record.block_size)]
+
+
+def _leading(held: Sequence[int | None]) -> int:
+    return next((index for index, tier in enumerate(held) if tier is None), len(held))
+
+
+# --- top ------------------------------------------------------------------------------------------
+
+
+async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    if arguments.every < 0.2:
+        raise ConfigError(f"--every is {arguments.every:g}; the shortest is 0.2 s")
+    before: dict[str, dict[str, float]] = {}
+    last_s = time.monotonic()
+    shown = 0
+    while True:
+        records = await fleet.guards()
+        pages = await asyncio.gather(
+            *(asyncio.to_thread(_counters, record.metrics_endpoint) for record in records)
+        )
+        now_s = time.monotonic()
+        rows = []
+        for record, page in zip(records, pages, strict=True):
+            old = before.get(record.name, page)
+            span_s = max(1e-9, now_s - last_s)
+            rates = {name: max(0.0, page[name] - old.get(name, 0.0)) / span_s for name in page}
+            rows.append(
+                {
+                    "guard": record.name,
+                    "state": record.state,
+                    "ready": page.get("ready", 0),
+                    **{name: rates.get(name, 0.0) for name in _TOP},
+                }
+            )
+            before[record.name] = page
+        if shown or arguments.count == 1:
+            _show_top(rows, arguments.json)
+        last_s = now_s
+        shown += 1
+        if arguments.count and shown > arguments.count:
+            return EXIT_OK
+        await asyncio.sleep(arguments.every)
+
+
+_TOP = {
+    "pulled": "kvcr_pulled_bytes_total",
+    "served": "kvcr_served_bytes_total",
+    "stored": "kvcr_deposited_bytes_total",
+    "loaded": "kvcr_loaded_bytes_total",
+    "evicted": "kvcr_evicted_blocks_total",
+}
+
+
+def _show_top(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        _print_json({"guards": rows})
+        return
+    cells = [
+        [
+            row["guard"],
+            row["state"],
+            f"{row['ready']:.0f}",
+            *(f"{size(row[name])}/s" for name in ("pulled", "served", "stored", "loaded")),
+            f"{row['evicted']:.0f}/s",
+        ]
+        for row in rows
+    ]
+    header = ("GUARD", "STATE", "BLOCKS", "PULLED", "SERVED", "STORED", "LOADED", "EVICTED")
+    if sys.stdout.isatty():
+        print("\x1b[H\x1b[2J", end="")
+    print(time.strftime("%H:%M:%S"))
+    print(table(header, cells, right="234567"), flush=True)
+
+
+def _counters(url: str) -> dict[str, float]:
+    """Totals of a guard's metrics page; empty when it does not answer."""
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError):
+        return {}
+    totals = dict.fromkeys((*_TOP, "ready"), 0.0)
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        bare = name.partition("{")[0]
+        for short, full in _TOP.items():
+            if bare == full:
+                totals[short] += float(value)
+        if bare == "kvcr_pool_slots" and 'state="ready"' in name:
+            totals["ready"] += float(value)
+    return totals
+
+
+def _plain(record: InstanceRecord) -> Any:
+    import msgspec
+
+    return msgspec.to_builtins(record)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, default=str), flush=True)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All guards of a deployment, seen from outside: for the command line and for scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcr.dynamo.component import COMPONENT, prepare_environment
+from kvcr.dynamo.etcd import EtcdClient, connect, tls_from_environment
+from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
+from kvcr.errors import KvcrError, ProtocolError
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Where a deployment is found."""
+
+    namespace: str
+    etcd: str
+    nats: str
+    secret: bytes | None
+    source: str
+    """Where this is known from, for messages."""
+    model: str | None = None
+    """Directory of the model, for its tokenizer."""
+
+
+class Unreachable(KvcrError):
+    """A guard is registered and does not answer."""
+
+
+@dataclass
+class Fleet:
+    """``async with Fleet(deployment) as fleet``. Belongs to one event loop."""
+
+    deployment: Deployment
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Records that are not believed, by reason."""
+    _etcd: EtcdClient | None = None
+    _runtime: Any = None
+    _clients: dict[str, Any] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Fleet:
+        self._etcd = await connect(self.deployment.etcd, tls=tls_from_environment())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runtime is not None:
+            self._runtime.shutdown()
+        if self._etcd is not None:
+            await self._etcd.close()
+
+    async def guards(self) -> list[InstanceRecord]:
+        """Registered guards, by name. Raises EtcdUnavailable."""
+        assert self._etcd is not None
+        prefix = guards_prefix(self.deployment.namespace)
+        listing = await self._etcd.get_prefix(prefix)
+        found = []
+        self.ignored.clear()
+        for entry in listing.values:
+            try:
+                found.append(decode(entry.key, entry.value, self.deployment.secret))
+            except (BadSignature, ProtocolError) as error:
+                self.ignored[str(error)] += 1
+        return sorted(found, key=lambda record: record.name)
+
+    async def ask(self, record: InstanceRecord, endpoint: str, request: Any = None) -> dict[str, Any]:
+        """One answer of a guard's Dynamo endpoint. Raises Unreachable, KvcrError for a refusal."""
+        client = await self._client(endpoint)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                while record.lease_id not in client.instance_ids():
+                    await asyncio.sleep(0.05)
+                stream = await client.direct(request or {}, record.lease_id, annotated=False)
+                answers = [answer async for answer in stream]
+        except TimeoutError as error:
+            raise Unreachable(f"guard {record.name} did not answer within {ANSWER_TIMEOUT_S:g} s") from error
+        except Exception as error:
+            # The runtime raises plain exceptions.
+            raise Unreachable(f"guard {record.name} did not answer: {error}") from error
+        answer: dict[str, Any] = answers[0] if answers else {}
+        if "error" in answer:
+            raise KvcrError(f"guard {record.name}: {answer['reason']}")
+        return answer
+
+    async def ask_all(
+        self, records: list[InstanceRecord], endpoint: str, request: Any = None
+    ) -> list[dict[str, Any] | KvcrError]:
+        """The answers in the same order; what one guard does wrong is its answer."""
+
+        async def one(record: InstanceRecord) -> dict[str, Any] | KvcrError:
+            try:
+                return await self.ask(record, endpoint, request)
+            except KvcrError as error:
+                return error
+
+        return list(await asyncio.gather(*(one(record) for record in records)))
+
+    async def _client(self, endpoint: str) -> Any:
+        if endpoint not in self._clients:
+            if self._runtime is None:
+                self._runtime = self._make_runtime()
+            path = f"{self.deployment.namespace}.{COMPONENT}.{endpoint}"
+            self._clients[endpoint] = await self._runtime.endpoint(path).client()
+        return self._clients[endpoint]
+
+    def _make_runtime(self) -> Any:
+        os.environ["ETCD_ENDPOINTS"] = self.deployment.etcd
+        # It logs its own start at INFO, which is no news to somebody who asked for a table.
+        os.environ.setdefault("DYN_LOG", "error")
+        prepare_environment()
+        from dynamo.runtime import DistributedRuntime
+
+        with contextlib.suppress(KeyError):
+            del os.environ["DYN_SYSTEM_PORT"]
+        return DistributedRuntime(
+            asyncio.get_running_loop(), "etcd", os.environ.get("DYN_REQUEST_PLANE", "tcp"), event_plane="zmq"
+        )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr status``, ``where`` and ``top`` against real guards in a real deployment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import Deployment, deployment
+from engine_client import EngineClient, GuardProcess, chain
+
+__all__ = ["deployment"]
+
+COMPONENTS = Path(__file__).parents[2] / "components"
+
+
+class Cli:
+    """Runs ``kvcr`` as a user in that deployment would, with nothing but two variables and flags."""
+
+    def __init__(self, deployment: Deployment, home: Path) -> None:
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(COMPONENTS),
+            "ETCD_ENDPOINTS": deployment.etcd_url,
+            "DYN_NAMESPACE": deployment.namespace,
+            "KVCR_CACHE": str(home),
+        }
+
+    def __call__(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kvcr.cli", *words],
+            env={**self._environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+
+@pytest.fixture
+def cli(deployment: Deployment, tmp_path: Path) -> Cli:
+    return Cli(deployment, tmp_path)
+
+
+@pytest.fixture
+def guards(deployment: Deployment) -> Iterator[tuple[GuardProcess, GuardProcess]]:
+    environment = {"DYN_TOPOLOGY_DOMAINS": ""}
+    with deployment.guard("g0", env=environment) as first, deployment.guard("g1", env=environment) as second:
+        yield first, second
+
+
+async def test_status_shows_every_guard(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    root, keys = chain(5, "status")
+    with EngineClient(guards[0], "engine") as engine:
+        engine.deposit(keys, root)
+        done = cli("status")
+        assert done.returncode == 0, done.stderr
+        lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("g")}
+        assert "STANDBY" in lines["g0"]
+        assert "5/64 blocks" in lines["g0"]
+        assert "EMPTY" in lines["g1"]
+        report = json.loads(cli("status", "--json").stdout)
+    assert [guard["record"]["name"] for guard in report["guards"]] == ["g0", "g1"]
+    assert report["guards"][0]["status"]["pool"]["counts"]["READY"] == 5
+
+
+async def test_where_finds_a_block_and_says_so_when_nobody_has_it(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    root, keys = chain(2, "where")
+    with EngineClient(guards[0], "engine") as engine:
+        engine.deposit(keys, root)
+        found = cli("where", keys[1].hex(), "--json")
+        assert found.returncode == 0, found.stderr
+        held = {guard["guard"]: guard["tiers"] for guard in json.loads(found.stdout)["guards"]}
+        assert held == {"g0": ["G2"], "g1": []}
+        assert cli("where", "ff" * 16).returncode == 1
+
+
+async def test_a_stopped_guard_is_told_and_fails_the_command(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    guards[0].process.send_signal(19)
+    try:
+        done = cli("status")
+    finally:
+        guards[0].process.send_signal(18)
+    assert done.returncode == 1
+    assert "guard g0 did not answer within 5 s" in done.stdout
+    assert "EMPTY" in done.stdout, "the other one is still shown"
+
+
+async def test_top_shows_rates(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    done = cli("top", "--count", "1", "--every", "0.2", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["guards"]
+    assert {"guard", "state", "pulled", "served", "stored", "loaded"} <= set(rows[0])
+
+
+def test_an_unsigned_record_is_not_believed(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a deployment's secret of some length")
+    done = cli("status", "--secret-file", str(secret))
+    assert done.returncode == 1
+    assert "not signed" in done.stdout
+
+
+def test_no_deployment_is_an_error_that_says_what_to_give(cli: Cli) -> None:
+    done = cli("status", ETCD_ENDPOINTS="")
+    assert done.returncode == 2
+    assert "--etcd" in done.stderr
+
+
+def test_an_etcd_that_is_away_is_named(cli: Cli) -> None:
+    done = cli("status", ETCD_ENDPOINTS="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
