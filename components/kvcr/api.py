@@ -45,7 +45,7 @@ from kvcr.client import (
 )
 from kvcr.client.hints import missing_run, other_actions, parse_envelope, sources_for
 from kvcr.config import EngineConfig
-from kvcr.errors import KvcrError
+from kvcr.errors import KvcrError, MustFail
 from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, model_identity, pack_keys
 from kvcr.layout import Layout
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
@@ -110,7 +110,8 @@ class Kvcr:
         object works, and everything is a miss until a guard appears.
 
         ``engine_id`` must never have been used before; empty: a fresh one. Raises ValueError when the layout
-        has more than one rank, or ``memory`` does not fit it.
+        has more than one rank, or ``memory`` does not fit it, and MustFail when the pool has another layout
+        and ``on_mismatch``, of the engine or of the guard, is ``fail``.
         """
         if layout.ranks != 1:
             raise ValueError(
@@ -123,6 +124,13 @@ class Kvcr:
         worker.wait_connected(wait_s)
         scheduler = SchedulerHandle(config, layout, engine_id=engine_id, standing_blocks=standing_blocks)
         scheduler.wait_connected(max(0.0, deadline_s - time.monotonic()))
+        try:
+            worker.require_start()
+            scheduler.require_start()
+        except MustFail:
+            worker.close()
+            scheduler.close()
+            raise
         return cls(scheduler, worker)
 
     @property

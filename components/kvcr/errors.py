@@ -10,6 +10,7 @@
     │   ├── PoolBusy         another live guard (or engine) owns it
     │   └── PoolCorrupt      magic, version or digest do not match what the files claim
     ├── LayoutMismatch       two parties disagree on the shape of a block
+    │   └── MustFail         and on_mismatch says that this is fatal for the engine
     ├── ProtocolError        a message does not decode, is too large, or is of another version
     ├── GuardUnavailable     no guard answers on its socket
     └── Refused              the guard answered, and said no
@@ -46,6 +47,10 @@ class PoolCorrupt(PoolError):
 
 class LayoutMismatch(KvcrError):
     """Two parties disagree on the shape of a block; the message names both values."""
+
+
+class MustFail(LayoutMismatch):
+    """The guard's ``on_mismatch`` says that an engine of another layout must not start."""
 
 
 class ProtocolError(KvcrError):

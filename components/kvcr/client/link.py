@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcr.errors import GuardUnavailable, KvcrError, ProtocolError, Refused
+from kvcr.config import OnMismatch
+from kvcr.errors import GuardUnavailable, KvcrError, MustFail, ProtocolError, Refused
 from kvcr.protocol.codec import MAX_MESSAGE_BYTES
 from kvcr.protocol.engine import Hello, Rejected, ToEngine, ToGuard, Welcome, to_engine, to_guard
 
@@ -101,6 +102,18 @@ class GuardLink(Generic[R]):
     def refused(self) -> Refused | None:
         """The guard's last "no", until it says yes."""
         return self._refused
+
+    def require_start(self, on_mismatch: OnMismatch) -> None:
+        """Raise MustFail if the guard refused the layout, and guard or engine say that this is fatal.
+
+        Every other refusal means to serve cold and to ask again: during an upgrade the engine before may be
+        there for a while, or a guard of another version.
+        """
+        refused = self._refused
+        if refused is not None and (
+            refused.code == "fail" or (refused.code == "layout" and on_mismatch == "fail")
+        ):
+            raise MustFail(f"the guard refuses this engine, which must not start then: {refused.reason}")
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until connected or refused; for start-up only. True when connected."""

@@ -52,6 +52,7 @@ class SchedulerHandle:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
+        self._on_mismatch = config.on_mismatch
         self._wanted = max(1, standing_blocks)
         self._target = self._wanted
         self._clock = clock
@@ -94,6 +95,10 @@ class SchedulerHandle:
     def refused(self) -> Refused | None:
         """Why the guard turned this engine down, if it did."""
         return self._link.refused
+
+    def require_start(self) -> None:
+        """After :meth:`wait_connected`: raise MustFail if this engine must not start, see ``on_mismatch``."""
+        self._link.require_start(self._on_mismatch)
 
     @property
     def welcome(self) -> msg.Welcome | None:

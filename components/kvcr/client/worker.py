@@ -99,6 +99,7 @@ class WorkerHandle:
                 f"{layout.part_bytes}"
             )
         self.layout = layout
+        self._on_mismatch = config.on_mismatch
         self._memory = memory
         self._rank = rank
         self._verify = config.verify_loads
@@ -152,6 +153,10 @@ class WorkerHandle:
     @property
     def refused(self) -> Refused | None:
         return self._link.refused
+
+    def require_start(self) -> None:
+        """After :meth:`wait_connected`: raise MustFail if this engine must not start, see ``on_mismatch``."""
+        self._link.require_start(self._on_mismatch)
 
     def submit_load(self, spec: LoadSpec) -> None:
         """Start a load. Its result comes exactly once from :meth:`take_loads`, by its deadline."""

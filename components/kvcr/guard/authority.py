@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
-from kvcr.errors import LayoutMismatch, PoolBusy, PoolCorrupt, ProtocolError
+from kvcr.errors import LayoutMismatch, MustFail, PoolBusy, PoolCorrupt, ProtocolError
 from kvcr.guard import addresses
 from kvcr.guard.actions import Actions
 from kvcr.guard.canary import Canary
@@ -298,8 +298,11 @@ class Guard:
                 self.pool.layout.require_same(
                     layout, ours=f"the pool in {self.pool_dir}", theirs="the engine"
                 )
-            except LayoutMismatch:
-                if self._policy.on_mismatch(self.pool.layout, layout) != "discard":
+            except LayoutMismatch as mismatch:
+                answer = self._policy.on_mismatch(self.pool.layout, layout)
+                if answer == "fail":
+                    raise MustFail(f"{mismatch}; on_mismatch is 'fail'") from mismatch
+                if answer != "discard":
                     raise
                 self._discard()
         if self.pool is None:

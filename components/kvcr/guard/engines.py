@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Protocol
 
-from kvcr.errors import ConfigError, LayoutMismatch, PoolError, ProtocolError
+from kvcr.errors import ConfigError, LayoutMismatch, MustFail, PoolError, ProtocolError
 from kvcr.guard.actions import Actions
 from kvcr.guard.connection import Connection
 from kvcr.guard.deposits import Deposits
@@ -117,6 +117,8 @@ class EngineServer:
                 pool = self._host.open_pool(hello.layout)
                 # Enters the id in the pool's table of writers, or refuses it.
                 pool.allocate(0, time.monotonic(), engine_id=hello.engine_id)
+            except MustFail as error:
+                code, reason = "fail", str(error)
             except LayoutMismatch as error:
                 code, reason = "layout", str(error)
             except (PoolError, ConfigError, OSError) as error:

@@ -73,7 +73,10 @@ class Welcome(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """The connection is closed after this. ``code``: version | layout | busy | pool."""
+    """The connection is closed after this. ``code``: version | layout | fail | busy | pool.
+
+    ``fail``: another layout, and the guard's ``on_mismatch`` says that the engine must not start.
+    """
 
     code: str
     reason: str

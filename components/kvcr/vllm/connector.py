@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvcr.client import SchedulerHandle, WorkerHandle
 from kvcr.config import EngineConfig, load
-from kvcr.errors import ConfigError
+from kvcr.errors import MustFail
 from kvcr.vllm.checks import CONNECTOR, require_supported
 from kvcr.vllm.identity import config_for_rank, engine_id_of, layout_of, next_generation
 from kvcr.vllm.memory import block_memory
@@ -50,8 +50,8 @@ START_WAIT_S = 15.0
 
 
 class KvcrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Raises ConfigError at construction for settings KVCR cannot serve; with ``on_mismatch: fail`` also when
-    the guard refuses this engine. Everything later that goes wrong means a cold request, never an error."""
+    """Raises ConfigError at construction for settings KVCR cannot serve, and MustFail when the pool has
+    another layout and ``on_mismatch`` is ``fail``. Whatever else goes wrong means a cold request."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -95,10 +95,12 @@ class KvcrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _settle(self, handle: SchedulerHandle | WorkerHandle) -> None:
-        if not handle.wait_connected(START_WAIT_S) and handle.refused and self._config.on_mismatch == "fail":
-            reason = handle.refused
+        handle.wait_connected(START_WAIT_S)
+        try:
+            handle.require_start()
+        except MustFail:
             handle.close()
-            raise ConfigError(f"the guard refuses this engine and on_mismatch is 'fail': {reason}")
+            raise
 
     # --- worker ---------------------------------------------------------------------------------
 
