@@ -72,6 +72,15 @@ static inline void store(uint64_t *word, uint64_t value)
     __atomic_thread_fence(__ATOMIC_RELEASE);
 }
 
+// Odd constants with well-spread bits (from splitmix64); a seal guards against damage, not malice.
+#define SEAL_START UINT64_C(0x9E3779B97F4A7C15)
+
+static inline uint64_t seal_step(uint64_t state, uint64_t word)
+{
+    state = (state ^ word) * UINT64_C(0xBF58476D1CE4E5B9);
+    return state ^ state >> 29;
+}
+
 // ---------------------------------------------------------------------------------------- arguments
 
 static int get_buffer(PyObject *object, Py_buffer *view, int writable, Py_ssize_t item, const char *name)
@@ -327,6 +336,20 @@ static uint64_t *empty_entry(uint64_t *bucket, int *used)
     return found;
 }
 
+// Adds key -> slot to the emptier of the key's two buckets; false when both are full.
+static int index_key(uint64_t *buckets, uint64_t mask, const uint8_t *key, int32_t slot)
+{
+    probe p = probe_of(key, mask);
+    int first_used, second_used;
+    uint64_t *first = empty_entry(buckets + p.first * BUCKET_ENTRIES, &first_used);
+    uint64_t *second = empty_entry(buckets + p.second * BUCKET_ENTRIES, &second_used);
+    uint64_t *entry = second_used < first_used ? second : first;
+    if (entry == NULL || slot < 0)
+        return 0;
+    store(entry, ((uint64_t)p.tag << 32) | (uint64_t)(slot + (int64_t)1));
+    return 1;
+}
+
 PyDoc_STRVAR(insert_doc,
 "insert(buckets: u64, keys: 16 B[n], slots: i32[n], out: bool[n]) -> None\n\n"
 "Adds key -> slot to the emptier of the key's two buckets; out is False where both are full. The caller\n"
@@ -347,16 +370,8 @@ static PyObject *native_insert(PyObject *self, PyObject *const *args, Py_ssize_t
     int64_t mask = bucket_mask(&v[0]);
     if (mask < 0 || same_count(v[2].len / 4, n, "slots") < 0 || same_count(v[3].len, n, "out") < 0)
         goto done;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        probe p = probe_of(keys + i * KEY_BYTES, (uint64_t)mask);
-        int first_used, second_used;
-        uint64_t *first = empty_entry(buckets + p.first * BUCKET_ENTRIES, &first_used);
-        uint64_t *second = empty_entry(buckets + p.second * BUCKET_ENTRIES, &second_used);
-        uint64_t *entry = second_used < first_used ? second : first;
-        out[i] = entry != NULL && slots[i] >= 0;
-        if (out[i])
-            store(entry, ((uint64_t)p.tag << 32) | (uint64_t)(slots[i] + (int64_t)1));
-    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        out[i] = (uint8_t)index_key(buckets, (uint64_t)mask, keys + i * KEY_BYTES, slots[i]);
     result = Py_NewRef(Py_None);
 done:
     release_all(v, 4);
@@ -398,6 +413,130 @@ static PyObject *native_remove(PyObject *self, PyObject *const *args, Py_ssize_t
     result = PyLong_FromLong(removed);
 done:
     release_all(v, 3);
+    return result;
+}
+
+static uint64_t seal_of(uint64_t generation, const uint8_t *key, const uint8_t *parent, uint64_t hash,
+                        uint32_t position, const uint64_t *checksums, Py_ssize_t ranks)
+{
+    uint64_t words[4];
+    memcpy(words, key, KEY_BYTES);
+    memcpy(words + 2, parent, KEY_BYTES);
+    uint64_t state = generation * SEAL_START + SEAL_START;
+    for (int w = 0; w < 4; w++)
+        state = seal_step(state, words[w]);
+    state = seal_step(state, hash);
+    state = seal_step(state, position);
+    for (Py_ssize_t r = 0; r < ranks; r++)
+        state = seal_step(state, checksums[r]);
+    return state;
+}
+
+PyDoc_STRVAR(seals_doc,
+"seals(generations: u64[n], keys: 16 B[n], parents: 16 B[n], engine_hashes: u64[n], positions: u32[n],\n"
+"      checksums: u64[n * ranks], out: u64[n]) -> None\n\n"
+"A hash over each record and the generation it belongs to.");
+
+static PyObject *native_seals(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"generations", 8, 0},   {"keys", KEY_BYTES, 0}, {"parents", KEY_BYTES, 0},
+                                      {"engine_hashes", 8, 0}, {"positions", 4, 0},    {"checksums", 8, 0},
+                                      {"out", 8, 1}};
+    Py_buffer v[7];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 7, v) < 0)
+        return NULL;
+    Py_ssize_t n = v[0].len / 8;
+    Py_ssize_t ranks = n ? v[5].len / 8 / n : 0;
+    if (same_count(v[1].len / KEY_BYTES, n, "keys") < 0 || same_count(v[2].len / KEY_BYTES, n, "parents") < 0
+        || same_count(v[3].len / 8, n, "engine_hashes") < 0 || same_count(v[4].len / 4, n, "positions") < 0
+        || same_count(v[5].len / 8, n * ranks, "checksums") < 0 || same_count(v[6].len / 8, n, "out") < 0)
+        goto done;
+    const uint64_t *generations = v[0].buf, *hashes = v[3].buf, *checksums = v[5].buf;
+    const uint32_t *positions = v[4].buf;
+    uint64_t *out = v[6].buf;
+    for (Py_ssize_t i = 0; i < n; i++)
+        out[i] = seal_of(generations[i], (const uint8_t *)v[1].buf + i * KEY_BYTES,
+                         (const uint8_t *)v[2].buf + i * KEY_BYTES, hashes[i], positions[i], checksums + i * ranks,
+                         ranks);
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 7);
+    return result;
+}
+
+PyDoc_STRVAR(publish_doc,
+"publish(control: u64[m], buckets: u64, keys: 16 B[m], parents: 16 B[m], engine_hashes: u64[m],\n"
+"        positions: u32[m], stored_at: f64[m], seals: u64[m], checksums: u64[m * ranks],\n"
+"        slots: i32[n], generations: u64[n], new_keys: 16 B[n], new_parents: 16 B[n], new_hashes: u64[n],\n"
+"        new_positions: u32[n], new_checksums: u64[n * ranks], out: bool[n], now_s: float) -> None\n\n"
+"Write the records of slots, then their control words (READY), then the index; out is False where the index\n"
+"has no room. The caller owns the slots, and the keys are not there. A slot outside of control raises\n"
+"IndexError before anything is written.");
+
+static PyObject *native_publish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { CONTROL, BUCKETS, KEYS, PARENTS, HASHES, POSITIONS, STORED, SEALS, SUMS,
+           SLOTS, GENERATIONS, NEW_KEYS, NEW_PARENTS, NEW_HASHES, NEW_POSITIONS, NEW_SUMS, OUT, COUNT };
+    static const argument wanted[COUNT] = {
+        {"control", 8, 1},   {"buckets", 8, 1},       {"keys", KEY_BYTES, 1},        {"parents", KEY_BYTES, 1},
+        {"engine_hashes", 8, 1}, {"positions", 4, 1}, {"stored_at", 8, 1},           {"seals", 8, 1},
+        {"checksums", 8, 1}, {"slots", 4, 0},         {"generations", 8, 0},         {"new_keys", KEY_BYTES, 0},
+        {"new_parents", KEY_BYTES, 0}, {"new_hashes", 8, 0}, {"new_positions", 4, 0}, {"new_checksums", 8, 0},
+        {"out", 1, 1}};
+    Py_buffer v[COUNT];
+    PyObject *result = NULL;
+    if (nargs != COUNT + 1) {
+        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", COUNT + 1, nargs);
+        return NULL;
+    }
+    double now_s = PyFloat_AsDouble(args[COUNT]);
+    if (now_s == -1.0 && PyErr_Occurred())
+        return NULL;
+    if (take_buffers(args, COUNT, wanted, COUNT, v) < 0)
+        return NULL;
+    Py_ssize_t m = v[CONTROL].len / 8, n = v[SLOTS].len / 4;
+    Py_ssize_t ranks = m ? v[SUMS].len / 8 / m : 0;
+    int64_t mask = bucket_mask(&v[BUCKETS]);
+    if (mask < 0)
+        goto done;
+    for (int c = KEYS; c <= SEALS; c++)
+        if (same_count(v[c].len / wanted[c].item, m, wanted[c].name) < 0)
+            goto done;
+    for (int c = GENERATIONS; c <= NEW_POSITIONS; c++)
+        if (same_count(v[c].len / wanted[c].item, n, wanted[c].name) < 0)
+            goto done;
+    if (same_count(v[SUMS].len / 8, m * ranks, "checksums") < 0
+        || same_count(v[NEW_SUMS].len / 8, n * ranks, "new_checksums") < 0 || same_count(v[OUT].len, n, "out") < 0)
+        goto done;
+    const int32_t *slots = v[SLOTS].buf;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (slots[i] < 0 || slots[i] >= m) {
+            PyErr_Format(PyExc_IndexError, "slot %d is outside of %zd", (int)slots[i], m);
+            goto done;
+        }
+    }
+    const uint64_t *generations = v[GENERATIONS].buf, *hashes = v[NEW_HASHES].buf, *sums = v[NEW_SUMS].buf;
+    const uint32_t *positions = v[NEW_POSITIONS].buf;
+    uint8_t *out = v[OUT].buf;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_ssize_t s = slots[i];
+        const uint8_t *key = (const uint8_t *)v[NEW_KEYS].buf + i * KEY_BYTES;
+        const uint8_t *parent = (const uint8_t *)v[NEW_PARENTS].buf + i * KEY_BYTES;
+        memcpy((uint64_t *)v[SUMS].buf + s * ranks, sums + i * ranks, (size_t)ranks * 8);
+        memcpy((uint8_t *)v[KEYS].buf + s * KEY_BYTES, key, KEY_BYTES);
+        memcpy((uint8_t *)v[PARENTS].buf + s * KEY_BYTES, parent, KEY_BYTES);
+        ((uint64_t *)v[HASHES].buf)[s] = hashes[i];
+        ((uint32_t *)v[POSITIONS].buf)[s] = positions[i];
+        ((double *)v[STORED].buf)[s] = now_s;
+        ((uint64_t *)v[SEALS].buf)[s] =
+            seal_of(generations[i], key, parent, hashes[i], positions[i], sums + i * ranks, ranks);
+        store((uint64_t *)v[CONTROL].buf + s, (STATE_READY << STATE_SHIFT) | (generations[i] & GENERATION_MASK));
+        out[i] = (uint8_t)index_key(v[BUCKETS].buf, (uint64_t)mask, key, slots[i]);
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, COUNT);
     return result;
 }
 
@@ -517,6 +656,8 @@ done:
 }
 
 static PyMethodDef methods[] = {
+    {"seals", (PyCFunction)(void (*)(void))native_seals, METH_FASTCALL, seals_doc},
+    {"publish", (PyCFunction)(void (*)(void))native_publish, METH_FASTCALL, publish_doc},
     {"hash_rows", (PyCFunction)(void (*)(void))native_hash_rows, METH_FASTCALL, hash_rows_doc},
     {"copy_rows", (PyCFunction)(void (*)(void))native_copy_rows, METH_FASTCALL, copy_rows_doc},
     {"load_words", (PyCFunction)(void (*)(void))native_load_words, METH_FASTCALL, load_words_doc},

@@ -33,6 +33,35 @@ def insert(
 def remove(
     buckets: npt.NDArray[np.uint64], keys: bytes | npt.NDArray[np.uint64], slots: npt.NDArray[np.int32]
 ) -> int: ...
+def seals(
+    generations: npt.NDArray[np.uint64],
+    keys: npt.NDArray[np.uint64],
+    parents: npt.NDArray[np.uint64],
+    engine_hashes: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.uint32],
+    checksums: npt.NDArray[np.uint64],
+    out: npt.NDArray[np.uint64],
+) -> None: ...
+def publish(
+    control: npt.NDArray[np.uint64],
+    buckets: npt.NDArray[np.uint64],
+    keys: npt.NDArray[np.uint64],
+    parents: npt.NDArray[np.uint64],
+    engine_hashes: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.uint32],
+    stored_at: npt.NDArray[np.float64],
+    seals: npt.NDArray[np.uint64],
+    checksums: npt.NDArray[np.uint64],
+    slots: npt.NDArray[np.int32],
+    generations: npt.NDArray[np.uint64],
+    new_keys: npt.NDArray[np.uint64],
+    new_parents: npt.NDArray[np.uint64],
+    new_hashes: npt.NDArray[np.uint64],
+    new_positions: npt.NDArray[np.uint32],
+    new_checksums: npt.NDArray[np.uint64],
+    out: npt.NDArray[np.bool_],
+    now_s: float,
+) -> None: ...
 def hash_rows(
     array: npt.NDArray[np.uint8],
     rows: npt.NDArray[np.int32],

@@ -272,7 +272,7 @@ class Kvcr:
         )
         if wait:
             # The guard keeps the deadline; the margin is for its last word to get here.
-            self._until(lambda: state.final, until_s + 0.25)
+            self._scheduler.wait_for(state, until_s + 0.25)
             if not state.final:
                 state.end(BlockStatus.TOO_SLOW, "the guard did not answer in time")
         return state.statuses

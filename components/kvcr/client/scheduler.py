@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import time
 import uuid
 from collections.abc import Callable
@@ -305,6 +306,16 @@ class SchedulerHandle:
                 break
         self._fetches[request_id] = state
         return state
+
+    def wait_for(self, state: FetchState, deadline_s: float) -> None:
+        """Wait until a fetch is final or, on the monotonic clock, the deadline: for callers with nothing else
+        to do, which a scheduler is not."""
+        while not state.final and (left_s := deadline_s - time.monotonic()) > 0.0:
+            poller = select.poll()
+            if (descriptor := self._link.fileno()) >= 0:
+                poller.register(descriptor, select.POLLIN)
+            poller.poll(1000 * min(left_s, RESERVE_RETRY_S))
+            self.poll()
 
     def fetch_state(self, request_id: str) -> FetchState | None:
         return self._fetches.get(request_id)

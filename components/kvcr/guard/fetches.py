@@ -18,6 +18,7 @@ from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Grant, PeerLink, Peers
 from kvcr.guard.pulls import Ask, Indices, Move, Phase, Pull, Span
+from kvcr.guard.quick import QuickPulls
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, u64
@@ -147,6 +148,7 @@ class Fetches:
         self._transit: dict[str, _Transit] = {}
         """Request id -> blocks stored for it alone (no_retain), evicted when it finishes."""
         self._count = 0
+        self._quick = QuickPulls(host, loop, meters)
 
     @property
     def active(self) -> int:
@@ -185,6 +187,10 @@ class Fetches:
             statuses = bytes([BlockStatus.MISS]) * count
             asker.broadcast(FetchProgress(fetch.request_id, statuses, final=True, first=fetch.first))
             return refusal
+        if fetch.sources:
+            link = self._host.peers.link(context, fetch.sources[0].endpoint)
+            if self._quick.pull(fetch, hashes, pool, context, link, self._getting, answer):
+                return ""
         self._begin(fetch, count, hashes, pool, context, asker, answer, origin)
         return ""
 

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from kvcr.keys import KEY_BYTES
-from kvcr.pool.state import GENERATION_MASK, I32, STATE_SHIFT, U8, U64, Mask, SlotState
+from kvcr.pool.state import F64, GENERATION_MASK, I32, STATE_SHIFT, U8, U32, U64, Mask, SlotState
 
 BUCKET_ENTRIES = 8
 _READY = np.uint64(SlotState.READY)
@@ -15,6 +15,10 @@ _SHIFT = np.uint64(STATE_SHIFT)
 _GENERATION = np.uint64(GENERATION_MASK)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+# Odd constants with well-spread bits (from splitmix64); a seal guards against damage, not malice.
+_SEAL_START = np.uint64(0x9E3779B97F4A7C15)
+_SEAL_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SEAL_SHIFT = np.uint64(29)
 
 
 def _pairs(keys: bytes | U64) -> U64:
@@ -123,6 +127,52 @@ def remove(buckets: U64, keys: bytes | U64, slots: I32) -> int:
         cleared[which] = True
         removed += int(which.size)
     return removed
+
+
+def seals(
+    generations: U64, keys: U64, parents: U64, engine_hashes: U64, positions: U32, checksums: U64, out: U64
+) -> None:
+    words = [keys[:, 0], keys[:, 1], parents[:, 0], parents[:, 1], engine_hashes, positions.astype(np.uint64)]
+    words += [checksums[:, rank] for rank in range(checksums.shape[1])]
+    state = generations * _SEAL_START + _SEAL_START
+    for word in words:
+        state = (state ^ word) * _SEAL_FACTOR
+        state ^= state >> _SEAL_SHIFT
+    out[:] = state
+
+
+def publish(
+    control: U64,
+    buckets: U64,
+    keys: U64,
+    parents: U64,
+    engine_hashes: U64,
+    positions: U32,
+    stored_at: F64,
+    seals_: U64,
+    checksums: U64,
+    slots: I32,
+    generations: U64,
+    new_keys: U64,
+    new_parents: U64,
+    new_hashes: U64,
+    new_positions: U32,
+    new_checksums: U64,
+    out: Mask,
+    now_s: float,
+) -> None:
+    _check_indices(control, slots)
+    checksums[slots] = new_checksums
+    keys[slots] = new_keys
+    parents[slots] = new_parents
+    engine_hashes[slots] = new_hashes
+    positions[slots] = new_positions
+    stored_at[slots] = now_s
+    sealed = np.empty(len(slots), np.uint64)
+    seals(generations, new_keys, new_parents, new_hashes, new_positions, new_checksums, sealed)
+    seals_[slots] = sealed
+    store_words(control, slots, generations | (_READY << _SHIFT))
+    insert(buckets, new_keys, slots, out)
 
 
 def hash_rows(array: U8, rows: I32, out: U64, width: int, widest: int) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from kvcr.errors import ConfigError
 from kvcr.pool import fallback
-from kvcr.pool.state import I32, U8, U64, Mask
+from kvcr.pool.state import F64, I32, U8, U32, U64, Mask
 
 _native: ModuleType | None
 try:
@@ -62,6 +62,42 @@ class Backend(Protocol):
 
     def remove(self, buckets: U64, keys: bytes | U64, slots: I32) -> int:
         """Clears the entries key -> slot; returns how many there were."""
+
+    def seals(
+        self,
+        generations: U64,
+        keys: U64,
+        parents: U64,
+        engine_hashes: U64,
+        positions: U32,
+        checksums: U64,
+        out: U64,
+    ) -> None:
+        """A hash over each record and the generation it belongs to: 7 words, or more with more ranks."""
+
+    def publish(
+        self,
+        control: U64,
+        buckets: U64,
+        keys: U64,
+        parents: U64,
+        engine_hashes: U64,
+        positions: U32,
+        stored_at: F64,
+        seals: U64,
+        checksums: U64,
+        slots: I32,
+        generations: U64,
+        new_keys: U64,
+        new_parents: U64,
+        new_hashes: U64,
+        new_positions: U32,
+        new_checksums: U64,
+        out: Mask,
+        now_s: float,
+    ) -> None:
+        """Write records (columns first) of slots the caller owns, then their control words, READY, then the
+        index; ``out`` is False where that has no room. The keys are distinct and not there."""
 
     def hash_rows(self, array: U8, rows: I32, out: U64, width: int, widest: int) -> None:
         """xxh3-64 of the first ``width`` bytes of rows of ``array``. Raises IndexError outside of it."""

@@ -21,13 +21,13 @@ from kvcr.pool.meta import DATA, EPOCH_INDEX, INCARNATION_INDEX, META, Meta
 from kvcr.pool.reader import Hits
 from kvcr.pool.record import (
     Changes,
+    Columns,
     CommitResult,
     Granted,
     Record,
     SnapshotPage,
     first_of_each,
     key_rows,
-    seal,
 )
 from kvcr.pool.recovery import Recovery, recover, require_same_clock
 from kvcr.pool.region import DataRegion, RegionInfo
@@ -238,47 +238,88 @@ class Pool:
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries, slots has {count}")
 
-        committed, duplicate, refused = (np.zeros(count, dtype=np.bool_) for _ in range(3))
         found = self.lookup(keys)
-        committed[(found.slots == slots) & (found.generations == generations) & (slots >= 0)] = True
+        committed = (found.slots == slots) & (found.generations == generations) & (slots >= 0)
+        duplicate, refused = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
         todo = self._select(slots, generations, SlotState.GRANTED)
         fresh = found.slots[todo] < 0
         fresh[fresh] = first_of_each(rows[todo[fresh]])
         duplicate[todo[~fresh]] = True
         todo = todo[fresh]
         if len(todo):
-            offer = Offer(rows[todo].tobytes(), parent_rows[todo].tobytes(), places[todo])
+            if len(todo) == count:
+                # The usual case: every slot is granted, every key new.
+                offer = Offer(keys, parents, places)
+            else:
+                offer = Offer(rows[todo].tobytes(), parent_rows[todo].tobytes(), places[todo])
             admitted = np.asarray(self.policy.admit(offer, now_s), dtype=np.bool_)
             refused[todo[~admitted]] = True
             todo = todo[admitted]
+        if len(todo):
+            columns = Columns(slots, generations, rows, parent_rows, hashes, places, sums)
+            indexed = self._publish(columns if len(todo) == count else columns.at(todo), now_s)
+            committed[todo[indexed]] = True
+            refused[todo[~indexed]] = True
+        unwanted = duplicate | refused
+        if unwanted.any():
+            self._release(slots[unwanted])
+        return CommitResult(committed, duplicate, refused, ~(committed | unwanted))
 
-        into, generation = slots[todo], generations[todo]
+    def commit_new(
+        self,
+        granted: Granted,
+        keys: bytes,
+        parents: bytes,
+        engine_hashes: U64,
+        positions: U32,
+        checksums: U64,
+        now_s: float,
+    ) -> Mask:
+        """:meth:`commit` for slots that were granted in this very call of the authority thread, and distinct
+        keys that were missed in it: nothing is checked. True where a block is published; the other slots,
+        which the policy did not admit or the index had no room for, are free again.
+        """
+        rows = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+        parent_rows = np.frombuffer(parents, dtype=np.uint64).reshape(-1, 2)
+        done = np.asarray(self.policy.admit(Offer(keys, parents, positions), now_s), dtype=np.bool_)
+        columns = Columns(*granted, rows, parent_rows, engine_hashes, positions, checksums)
+        if done.all():
+            done = self._publish(columns, now_s)
+        else:
+            done[done] = self._publish(columns.at(done), now_s)
+        if not done.all():
+            self._release(granted.slots[~done])
+        return done
+
+    def _publish(self, columns: Columns, now_s: float) -> Mask:
+        """Granted slots to READY; a mask of those the index had room for."""
         meta = self._meta
-        meta.checksums[into] = sums[todo]
-        meta.keys[into] = rows[todo]
-        meta.parents[into] = parent_rows[todo]
-        meta.engine_hashes[into] = hashes[todo]
-        meta.positions[into] = places[todo]
-        meta.stored_at[into] = now_s
-        meta.seals[into] = seal(
-            generation, rows[todo], parent_rows[todo], hashes[todo], places[todo], sums[todo]
+        slots, generations, rows = columns.slots, columns.generations, columns.keys
+        indexed: Mask = np.empty(len(slots), dtype=np.bool_)
+        self._backend.publish(
+            meta.control,
+            meta.buckets,
+            meta.keys,
+            meta.parents,
+            meta.engine_hashes,
+            meta.positions,
+            meta.stored_at,
+            meta.seals,
+            meta.checksums,
+            *columns,
+            indexed,
+            now_s,
         )
-        self._set(into, SlotState.READY, generation)
-        indexed = np.empty(len(todo), dtype=np.bool_)
-        self._backend.insert(meta.buckets, rows[todo], into, indexed)
-        refused[todo[~indexed]] = True
-        self.unindexed_blocks += int(np.count_nonzero(~indexed))
-        stored = todo[indexed]
-        committed[stored] = True
-        self._last_used_s[slots[stored]] = now_s
-        self._pinned_until_s[slots[stored]] = -np.inf
-        self._demoted[slots[stored]] = False
-        self._stored.append(Granted(slots[stored], generations[stored]))
-        self._ready += len(stored)
-        self._digest ^= np.bitwise_xor.reduce(rows[stored, 0], initial=np.uint64(0))
-
-        self._release(slots[duplicate | refused])
-        return CommitResult(committed, duplicate, refused, ~(committed | duplicate | refused))
+        if not indexed.all():
+            self.unindexed_blocks += int(np.count_nonzero(~indexed))
+            slots, generations, rows = slots[indexed], generations[indexed], rows[indexed]
+        self._last_used_s[slots] = now_s
+        self._pinned_until_s[slots] = -np.inf
+        self._demoted[slots] = False
+        self._stored.append(Granted(slots, generations))
+        self._ready += len(slots)
+        self._digest ^= np.bitwise_xor.reduce(rows[:, 0], initial=np.uint64(0))
+        return indexed
 
     def give_back(self, slots: I32, generations: U64) -> int:
         """Free granted slots that will not be filled: GRANTED to FREE. Returns how many were."""
@@ -567,7 +608,9 @@ class Pool:
             (slots >= 0) & (slots < self.slots) & (generations <= np.uint64(GENERATION_MASK))
         )
         words = control_words(state, generations[inside])
-        chosen = inside[self._meta.control[slots[inside]] == words]
+        chosen: npt.NDArray[np.intp] = inside[self._meta.control[slots[inside]] == words]
+        if len(chosen) < 2:
+            return chosen
         once = np.unique(slots[chosen], return_index=True)[1]
         return np.sort(chosen[once])
 

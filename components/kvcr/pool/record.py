@@ -9,13 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.keys import KEY_BYTES
+from kvcr.pool import native
 from kvcr.pool.meta import Meta
 from kvcr.pool.state import I32, U32, U64, Mask, generations_of
-
-# Odd constants with well-spread bits (from splitmix64); the seal guards against damage, not malice.
-_SEAL_START = np.uint64(0x9E3779B97F4A7C15)
-_SEAL_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-_SEAL_SHIFT = np.uint64(29)
 
 
 class Granted(NamedTuple):
@@ -23,6 +19,33 @@ class Granted(NamedTuple):
 
     slots: I32
     generations: U64
+
+
+class Columns(NamedTuple):
+    """What is published of blocks."""
+
+    slots: I32
+    generations: U64
+    keys: U64
+    """[n, 2]"""
+    parents: U64
+    """[n, 2]"""
+    engine_hashes: U64
+    positions: U32
+    checksums: U64
+    """[n, ranks]"""
+
+    def at(self, index: npt.NDArray[np.intp] | Mask) -> Columns:
+        """Some of the entries, as copies."""
+        return Columns(
+            self.slots[index],
+            self.generations[index],
+            self.keys[index],
+            self.parents[index],
+            self.engine_hashes[index],
+            self.positions[index],
+            self.checksums[index],
+        )
 
 
 class CommitResult(NamedTuple):
@@ -77,6 +100,8 @@ def key_rows(blob: bytes, count: int, name: str) -> U64:
 
 def first_of_each(rows: U64) -> Mask:
     """Marks the first occurrence of each distinct row of ``rows`` [n, 2]."""
+    if len(rows) < 2:
+        return np.ones(len(rows), dtype=np.bool_)
     order = np.lexsort((rows[:, 0], rows[:, 1]))
     ordered = rows[order]
     mask = np.ones(len(rows), dtype=np.bool_)
@@ -85,26 +110,16 @@ def first_of_each(rows: U64) -> Mask:
     return mask
 
 
-def seal(
-    generations: U64, keys: U64, parents: U64, engine_hashes: U64, positions: U32, checksums: U64
-) -> U64:
-    """A hash over each record and the generation it belongs to, checked when a guard attaches."""
-    words = [keys[:, 0], keys[:, 1], parents[:, 0], parents[:, 1], engine_hashes, positions.astype(np.uint64)]
-    words += [checksums[:, rank] for rank in range(checksums.shape[1])]
-    state = generations * _SEAL_START + _SEAL_START
-    for word in words:
-        state = (state ^ word) * _SEAL_FACTOR
-        state ^= state >> _SEAL_SHIFT
-    return state
-
-
 def seals_of(meta: Meta, slots: npt.NDArray[np.integer[Any]]) -> U64:
     """The seals the directory's records of READY slots should have."""
-    return seal(
+    out = np.empty(len(slots), dtype=np.uint64)
+    native.backend().seals(
         generations_of(meta.control[slots]),
         meta.keys[slots],
         meta.parents[slots],
         meta.engine_hashes[slots],
         meta.positions[slots],
         meta.checksums[slots],
+        out,
     )
+    return out

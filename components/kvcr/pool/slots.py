@@ -36,6 +36,9 @@ class FreeList:
         """Remove and return the slots at distinct ``indices``."""
         taken = self._slots[indices]
         left = self._count - len(indices)
+        if not len(indices) or int(indices.min()) >= left:
+            self._count = left
+            return taken
         # Fill the holes with what would be cut off at the end.
         tail = np.ones(self._count - left, dtype=np.bool_)
         tail[indices[indices >= left] - left] = False
@@ -71,6 +74,8 @@ class CoolingQueue:
         """Remove and return the slots that cooled long enough; those still ``held`` wait another round."""
         while self._undated:
             self._batches.append((now_s + COOLING_S, self._undated.pop()))
+        if not self._batches or self._batches[0][0] > now_s:
+            return np.empty(0, dtype=np.int32)
         ready: list[I32] = []
         waiting: list[I32] = []
         while self._batches and self._batches[0][0] <= now_s:

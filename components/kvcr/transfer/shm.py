@@ -59,14 +59,10 @@ class ShmTransport:
     def lookup(self, keys: bytes) -> Found:
         """Find blocks without a message. Cheap; called by the authority thread."""
         slots, generations = self._reader.lookup(keys)
-        slots = slots.copy()
-        held = slots >= 0
-        checksums = np.zeros((len(slots), len(self._regions)), np.uint64)
-        if held.any():
-            checksums[held] = self._reader.checksums(slots[held])
-            # Binds the checksums to the key: they were read while the slot still held this generation.
-            still = self._reader.still(slots[held], generations[held])
-            slots[np.flatnonzero(held)[~still]] = -1
+        # Of misses: of slot -1, the last one, and never looked at.
+        checksums = self._reader.checksums(slots)
+        # Binds the checksums to the key: they were read while the slot still held this generation.
+        slots[~self._reader.still(slots, generations)] = -1
         return Found(slots, generations, checksums)
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
@@ -79,23 +75,20 @@ class ShmTransport:
                 or failed(step, BlockStatus.FAILED, "the copy raised an error", time.monotonic() - started_s)
             )
 
-        self._movers.submit(lambda: self._copy(step), finished)
+        self._movers.submit(lambda: self.copy(step), finished)
 
     def close(self) -> None:
         """The maps are dropped with the last step that uses them."""
 
-    def _copy(self, step: Step) -> StepResult:
+    def copy(self, step: Step) -> StepResult:
+        """Do a step on the calling thread. Any thread, without the GIL while bytes move."""
         started_s = time.monotonic()
         if started_s >= step.deadline_s:
             return failed(step, BlockStatus.TOO_SLOW, "the deadline passed before the copy began", 0.0)
         part = self._local.layout.part_bytes
-        found = np.stack(
-            [
-                copy_parts(region.rows, step.remote_slots, target, step.local_slots, part)
-                for target, region in zip(self._local.arrays, self._regions, strict=True)
-            ],
-            axis=1,
-        )
+        found = np.empty_like(step.checksums)
+        for rank, (target, region) in enumerate(zip(self._local.arrays, self._regions, strict=True)):
+            found[:, rank] = copy_parts(region.rows, step.remote_slots, target, step.local_slots, part)
         result = verified(step, found, started_s, time.monotonic())
         # Rows behind the slots are the canary's, which the directory does not know.
         slots = step.remote_slots < self._reader.slots

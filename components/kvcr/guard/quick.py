@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls that are over sooner than begun: a few blocks from a pool whose files are mapped here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcr.guard.choosing import PeerContext
+from kvcr.guard.loop import Loop
+from kvcr.guard.meters import Meters
+from kvcr.guard.peers import PeerLink
+from kvcr.keys import KEY_BYTES
+from kvcr.pool import Pool
+from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
+from kvcr.protocol.peer import Release
+from kvcr.transfer.base import Step
+from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
+
+INLINE_BYTES = 2 << 20
+"""Most that is copied on the authority thread: 0.2 to 0.5 ms of it. Handing a copy to a mover and its result
+back takes longer than that when the machine is busy, and 64 engines' pulls of this size then queue for
+both threads."""
+
+TELL_S = 0.02
+"""Sources are told what was read from them once in such a while: nobody waits for it."""
+
+
+class Host(Protocol):
+    """What quick pulls need of the guard."""
+
+    def pool_changed(self) -> None: ...
+
+
+class QuickPulls:
+    """Belongs to the authority thread. Makes a pull whole or not at all: whatever is out of the ordinary is
+    left to :class:`kvcr.guard.fetches.Fetches`, which begins from the start."""
+
+    def __init__(self, host: Host, loop: Loop, meters: Meters) -> None:
+        self._host = host
+        self._loop = loop
+        self._meters = meters
+        self._read: dict[PeerLink, int] = {}
+        """Blocks of each peer that it was not told of."""
+
+    def pull(
+        self,
+        fetch: Fetch,
+        hashes: npt.NDArray[np.uint64],
+        pool: Pool,
+        context: PeerContext,
+        link: PeerLink,
+        others: Collection[bytes],
+        answer: Callable[[ToEngine], None],
+    ) -> bool:
+        """Copy, verify, commit and answer; False if this is no pull for here, and nothing was done then.
+
+        ``others``: keys that other pulls are getting.
+        """
+        transport, count = link.transport, len(hashes)
+        block_bytes = context.local.block_bytes
+        if (
+            not isinstance(transport, ShmTransport)
+            or not 0 < count <= OPTIMISTIC_BLOCKS
+            or count * block_bytes > INLINE_BYTES
+            or fetch.no_retain
+            or fetch.move
+            or fetch.deadline_ms <= 0
+            or not _covered(fetch, count)
+            or (fetch.give_up_ms and 1000 * count > fetch.give_up_ms * (link.blocks_per_s or np.inf))
+        ):
+            return False
+        keys = fetch.keys
+        distinct = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
+        if len(distinct) < count or (others and any(key in others for key in distinct)):
+            return False
+        if (pool.lookup(keys).slots >= 0).any():
+            return False
+        theirs = transport.lookup(keys)
+        if (theirs.slots < 0).any():
+            return False
+        started_s = time.monotonic()
+        granted = pool.allocate(count, started_s)
+        if len(granted.slots) < count:
+            pool.give_back(*granted)
+            return False
+        step = Step(
+            pull=0,
+            source=0,
+            indices=np.arange(count),
+            local_slots=granted.slots,
+            local_generations=granted.generations,
+            remote_slots=theirs.slots,
+            remote_generations=theirs.generations,
+            checksums=theirs.checksums,
+            deadline_s=started_s + fetch.deadline_ms / 1000,
+        )
+        result = transport.copy(step)
+        if (result.statuses != BlockStatus.OK).any():
+            pool.give_back(*granted)
+            return False
+        now_s = time.monotonic()
+        parents = fetch.parent + keys[:-KEY_BYTES]
+        positions = np.arange(fetch.first, fetch.first + count, dtype=np.uint32)
+        stored = pool.commit_new(granted, keys, parents, hashes, positions, result.checksums, now_s)
+        # What the policy did not want, or the index had no room for: arrived, and not kept.
+        statuses = np.where(stored, BlockStatus.OK, BlockStatus.FAILED).astype(np.uint8)
+        kept = int(np.count_nonzero(stored))
+        answer(FetchLease(fetch.request_id, fetch.first, kept))
+        # To the scheduler alone: the blocks are in the directory before any worker can be told to load them.
+        answer(
+            FetchProgress(
+                request_id=fetch.request_id,
+                statuses=statuses.tobytes(),
+                final=True,
+                pulled_blocks=count,
+                pulled_bytes=count * block_bytes,
+                seconds=now_s - started_s,
+                transport=transport.name,
+                first=fetch.first,
+            )
+        )
+        link.measured(count, result.seconds)
+        self._account(link, count, count - kept, now_s - started_s, block_bytes)
+        return True
+
+    def _account(self, link: PeerLink, count: int, refused: int, seconds: float, block_bytes: int) -> None:
+        self._host.pool_changed()
+        meters = self._meters
+        meters.pulled_blocks.inc(count, transport=ShmTransport.name)
+        meters.pulled_bytes.inc(count * block_bytes, transport=ShmTransport.name)
+        meters.pull_seconds.observe(seconds)
+        if refused:
+            meters.failed_blocks.inc(refused, status=BlockStatus.FAILED.name.lower())
+        meters.fetches.inc(result="partial" if refused else "ok")
+        if not self._read:
+            self._loop.later(TELL_S, lambda: self._tell(block_bytes))
+        self._read[link] = self._read.get(link, 0) + count
+
+    def _tell(self, block_bytes: int) -> None:
+        """No lease ends with this; it keeps the counters of both sides equal."""
+        read, self._read = self._read, {}
+        for link, count in read.items():
+            link.release(
+                Release(0, block_count=count, byte_count=count * block_bytes, transport=ShmTransport.name)
+            )
+
+
+def _covered(fetch: Fetch, count: int) -> bool:
+    """Whether the first source is said to have every block."""
+    if not fetch.sources:
+        return False
+    source = fetch.sources[0]
+    return source.first <= fetch.first and fetch.first + count <= source.first + source.count
