@@ -189,7 +189,12 @@ class Fetches:
             return refusal
         if fetch.sources:
             link = self._host.peers.link(context, fetch.sources[0].endpoint)
-            if self._quick.pull(fetch, hashes, pool, context, link, self._getting, answer):
+            pulled = self._quick.pull(fetch, hashes, pool, context, link, self._getting, answer)
+            if pulled is not None:
+                nbytes = count * context.local.block_bytes
+                self._on_end(
+                    Ended(fetch, pool, pulled.statuses, [link], count, nbytes, pulled.seconds, False, "")
+                )
                 return ""
         self._begin(fetch, count, hashes, pool, context, asker, answer, origin)
         return ""

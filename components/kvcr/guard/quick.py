@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ both threads."""
 
 TELL_S = 0.02
 """Sources are told what was read from them once in such a while: nobody waits for it."""
+
+
+class Pulled(NamedTuple):
+    """A pull that is over; every block was copied."""
+
+    statuses: npt.NDArray[np.uint8]
+    seconds: float
 
 
 class Host(Protocol):
@@ -56,8 +63,8 @@ class QuickPulls:
         link: PeerLink,
         others: Collection[bytes],
         answer: Callable[[ToEngine], None],
-    ) -> bool:
-        """Copy, verify, commit and answer; False if this is no pull for here, and nothing was done then.
+    ) -> Pulled | None:
+        """Copy, verify, commit and answer; None if this is no pull for here, and nothing was done then.
 
         ``others``: keys that other pulls are getting.
         """
@@ -73,21 +80,21 @@ class QuickPulls:
             or not _covered(fetch, count)
             or (fetch.give_up_ms and 1000 * count > fetch.give_up_ms * (link.blocks_per_s or np.inf))
         ):
-            return False
+            return None
         keys = fetch.keys
         distinct = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
         if len(distinct) < count or (others and any(key in others for key in distinct)):
-            return False
+            return None
         if (pool.lookup(keys).slots >= 0).any():
-            return False
+            return None
         theirs = transport.lookup(keys)
         if (theirs.slots < 0).any():
-            return False
+            return None
         started_s = time.monotonic()
         granted = pool.allocate(count, started_s)
         if len(granted.slots) < count:
             pool.give_back(*granted)
-            return False
+            return None
         step = Step(
             pull=0,
             source=0,
@@ -102,7 +109,7 @@ class QuickPulls:
         result = transport.copy(step)
         if (result.statuses != BlockStatus.OK).any():
             pool.give_back(*granted)
-            return False
+            return None
         now_s = time.monotonic()
         parents = fetch.parent + keys[:-KEY_BYTES]
         positions = np.arange(fetch.first, fetch.first + count, dtype=np.uint32)
@@ -126,7 +133,7 @@ class QuickPulls:
         )
         link.measured(count, result.seconds)
         self._account(link, count, count - kept, now_s - started_s, block_bytes)
-        return True
+        return Pulled(statuses, now_s - started_s)
 
     def _account(self, link: PeerLink, count: int, refused: int, seconds: float, block_bytes: int) -> None:
         self._host.pool_changed()
