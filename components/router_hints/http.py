@@ -44,6 +44,7 @@ class SignalServer:
                 web.get("/v1/kv/signals/{id}", self._get),
                 web.delete("/v1/kv/signals/{id}", self._delete),
                 web.get("/v1/kv/sessions/{id}", self._session),
+                web.get("/v1/kv/sessions/{id}/keys", self._keys),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
@@ -85,6 +86,10 @@ class SignalServer:
     async def _session(self, request: web.Request) -> web.StreamResponse:
         found = await self._intake.session(_tenant(request), request.match_info["id"])
         return _json(found) if found is not None else _unknown("session", request)
+
+    async def _keys(self, request: web.Request) -> web.StreamResponse:
+        keys = self._intake.handler.keys(_tenant(request), request.match_info["id"])
+        return _json({"keys": keys}) if keys is not None else _unknown("session", request)
 
     # --- before and around them ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcr.keys import KeySpace
+from kvcr.keys import KEY_BYTES, KeySpace
 from kvcr.protocol.events import (
     CANCEL,
     DEMOTE,
@@ -494,6 +494,14 @@ class SignalHandler:
             ],
             last_plan=session.plan,
         )
+
+    def keys(self, tenant: str, name: str) -> list[str] | None:
+        """Keys of a session's blocks in order, hex. None: unknown to this tenant."""
+        session = self.desk.sessions.get(SessionKey(tenant, name))
+        if session is None:
+            return None
+        blob = bytes(session.chain.keys) if session.chain is not None else b""
+        return [blob[first : first + KEY_BYTES].hex() for first in range(0, len(blob), KEY_BYTES)]
 
     def _places(self, chain: Chain) -> list[BlockPlace]:
         view = self.desk.index.lookup(bytes(chain.keys))

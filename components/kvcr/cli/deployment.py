@@ -53,6 +53,19 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     )
 
 
+def router_url(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """Base URL of the router's signals API. Raises ConfigError when nothing says it."""
+    given = arguments.router or environ.get("KVCR_ROUTER_URL")
+    if given:
+        return str(given).rstrip("/")
+    graph = _graph(arguments.run_dir) or {"components": []}
+    for component in graph["components"]:
+        url = component["urls"].get("signals")
+        if url:
+            return str(url).removesuffix("/v1/kv/signals")
+    raise ConfigError("a session is known to the router: say where with --router http://host:8490")
+
+
 def _graph(run_dir: str | None) -> dict[str, Any] | None:
     from kvcr.graph.models import cache_dir
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from kvcr.cli import fleet, graph
+from kvcr.cli import acts, fleet, graph
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return serve.run(arguments, overrides)
         if arguments.command in ("status", "where", "top"):
             return fleet.run(arguments)
+        if arguments.command in acts.COMMANDS:
+            return acts.run(arguments)
         if arguments.command == "graph":
             return graph.run(arguments)
         if arguments.command == "doctor":
@@ -96,6 +98,7 @@ def _parse(
 
     graph.add_parser(commands)
     fleet.add_parsers(commands)
+    acts.add_parsers(commands)
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr pin|unpin|demote|invalidate|prefetch|move``: by hand what the router does by itself."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcr.cli import deployment
+from kvcr.cli.tables import size, table
+from kvcr.errors import ConfigError, KvcrError
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from kvcr.dynamo.fleet import Fleet
+    from kvcr.dynamo.records import InstanceRecord
+
+COMMANDS = ("pin", "unpin", "demote", "invalidate", "prefetch", "move")
+DEFAULT_TTL_S = 600.0
+MAX_INSPECT_KEYS = 2048
+_GOOD = frozenset({"done", "partial", "deferred"})
+_KEYS = re.compile(r"[0-9a-f]{32}(,[0-9a-f]{32})*")
+_HELP = {
+    "pin": "keep blocks from eviction for a while",
+    "unpin": "end a pin",
+    "demote": "make blocks the first to be evicted",
+    "invalidate": "drop blocks in every tier",
+    "prefetch": "copy blocks to a guard ahead of a request",
+    "move": "copy blocks to a guard, then drop them where they were",
+}
+
+
+@dataclass(frozen=True)
+class _Holder:
+    record: InstanceRecord
+    blocks: list[dict[str, Any]]
+    """As ``inspect`` answers, one for each key asked for."""
+
+    @property
+    def held(self) -> list[bool]:
+        return [block["tier"] is not None for block in self.blocks]
+
+    @property
+    def leading(self) -> int:
+        return next((index for index, held in enumerate(self.held) if not held), len(self.held))
+
+
+def add_parsers(commands: Any) -> None:
+    """Declare the commands."""
+    for name in COMMANDS:
+        parser = commands.add_parser(name, help=_HELP[name])
+        deployment.add_options(parser)
+        if name == "unpin":
+            parser.add_argument("pin_id", metavar="PIN", help="as `kvcr pin` printed it")
+        else:
+            parser.add_argument(
+                "what",
+                metavar="SESSION|KEYS",
+                help="a session of the router's, or keys (32 hex digits, separated by commas), or @FILE",
+            )
+            parser.add_argument("--router", metavar="URL", help="of the signals API; or KVCR_ROUTER_URL")
+            parser.add_argument("--token-file", metavar="FILE", help="token of the signals API")
+            parser.add_argument("--tenant", default="", help="tenant of the session")
+        if name in ("prefetch", "move"):
+            parser.add_argument("--to", required=True, metavar="GUARD", help="where the blocks should be")
+            parser.add_argument(
+                "--source", metavar="GUARD", help="where from (default: who has most of them)"
+            )
+        elif name != "unpin":
+            parser.add_argument("--guard", metavar="GUARD", help="only there (default: every holder)")
+        if name == "pin":
+            parser.add_argument("--ttl-s", type=float, default=DEFAULT_TTL_S, help="seconds (%(default)s)")
+        parser.add_argument("--timeout-s", type=float, default=15.0, help="for the answers (%(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code 0: every guard did it; 1: some did not. Raises ConfigError, KvcrError."""
+    return asyncio.run(_run(arguments))
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from kvcr.dynamo.acting import act, new_plan_id
+        from kvcr.dynamo.fleet import Fleet
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs the clients of Dynamo, etcd and NATS: pip install 'dynamo-kvcr[dynamo]' ({error})"
+        ) from error
+    place = deployment.find(arguments)
+    plan_id = new_plan_id()
+    async with Fleet(place) as fleet:
+        orders = await _orders(fleet, arguments, plan_id)
+    if not orders:
+        raise KvcrError("no guard holds any of these blocks")
+    results = await act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s)
+    rows: list[dict[str, Any]] = []
+    for (guard, kind, _), result in zip(orders, results, strict=True):
+        rows.append(
+            {
+                "guard": guard,
+                "action": kind,
+                "result": result.code if result else "no answer",
+                "blocks": result.blocks if result else 0,
+                "bytes": result.byte_count if result else 0,
+                "seconds": round(result.seconds, 3) if result else 0.0,
+                "detail": result.detail if result else f"within {arguments.timeout_s:g} s",
+            }
+        )
+    if arguments.json:
+        print(json.dumps({"plan_id": plan_id, "actions": rows}))
+    else:
+        cells = [
+            [r["guard"], r["action"], r["result"], r["blocks"], size(r["bytes"]), r["detail"]] for r in rows
+        ]
+        print(table(("GUARD", "ACTION", "RESULT", "BLOCKS", "BYTES", "DETAIL"), cells, right="34"))
+        if arguments.command == "pin":
+            print(f"pin {plan_id}, for {arguments.ttl_s:g} s; end it with: kvcr unpin {plan_id}")
+    return 0 if all(row["result"] in _GOOD for row in rows) else 1
+
+
+async def _orders(
+    fleet: Fleet, arguments: argparse.Namespace, plan_id: str
+) -> list[tuple[str, str, msgspec.Struct]]:
+    from kvcr.protocol import events
+
+    records = await fleet.guards()
+    if arguments.command == "unpin":
+        payload: msgspec.Struct = events.UnpinPayload(plan_id=plan_id, pin_id=arguments.pin_id)
+        return [(record.name, events.UNPIN, payload) for record in records]
+    keys = _keys(arguments)
+    holders = [await _holder(fleet, record, keys) for record in records]
+    if arguments.command in ("prefetch", "move"):
+        return [_copy(holders, keys, arguments, plan_id)]
+    if arguments.guard:
+        holders = [_named(holders, arguments.guard)]
+    orders: list[tuple[str, str, msgspec.Struct]] = []
+    for holder in holders:
+        mine = b"".join(bytes.fromhex(k) for k, held in zip(keys, holder.held, strict=True) if held)
+        if not mine:
+            continue
+        if arguments.command == "pin":
+            payload = events.PinPayload(plan_id=plan_id, keys=mine, pin_id=plan_id, ttl_s=arguments.ttl_s)
+            orders.append((holder.record.name, events.PIN, payload))
+        elif arguments.command == "demote":
+            payload = events.DemotePayload(plan_id=plan_id, keys=mine, descendants=False)
+            orders.append((holder.record.name, events.DEMOTE, payload))
+        else:
+            payload = events.InvalidatePayload(plan_id=plan_id, keys=mine, descendants=True)
+            orders.append((holder.record.name, events.INVALIDATE, payload))
+    return orders
+
+
+def _copy(
+    holders: Sequence[_Holder], keys: Sequence[str], arguments: argparse.Namespace, plan_id: str
+) -> tuple[str, str, msgspec.Struct]:
+    from kvcr.protocol import events
+
+    target = _named(holders, arguments.to)
+    others = [holder for holder in holders if holder is not target]
+    source = _named(others, arguments.source) if arguments.source else max(others, key=_most, default=None)
+    if source is None or not source.leading:
+        raise KvcrError(f"no other guard holds the first of these blocks; nothing to copy to {arguments.to}")
+    blocks = source.blocks[: source.leading]
+    payload = events.PrefetchPayload(
+        plan_id=plan_id,
+        keys=b"".join(bytes.fromhex(block["key"]) for block in blocks),
+        engine_hashes=b"".join(block["engine_hash"].to_bytes(8, "little") for block in blocks),
+        parent=blocks[0]["parent"],
+        first=blocks[0]["position"],
+        sources=[
+            events.FetchSource(source.record.control_endpoint, 0, len(blocks), source.record.name),
+        ],
+        mode="move" if arguments.command == "move" else "copy",
+        deadline_ms=arguments.timeout_s * 1000,
+    )
+    return target.record.name, events.PREFETCH, payload
+
+
+def _most(holder: _Holder) -> int:
+    return holder.leading
+
+
+async def _holder(fleet: Fleet, record: InstanceRecord, keys: Sequence[str]) -> _Holder:
+    blocks: list[dict[str, Any]] = []
+    for first in range(0, len(keys), MAX_INSPECT_KEYS):
+        asked = list(keys[first : first + MAX_INSPECT_KEYS])
+        answer = await fleet.ask(record, "inspect", {"keys": asked})
+        # A guard whose engine never attached has no pool, and lists nothing.
+        blocks += answer["blocks"] or [{"key": key, "tier": None} for key in asked]
+    return _Holder(record, blocks)
+
+
+def _named(holders: Sequence[_Holder], name: str) -> _Holder:
+    for holder in holders:
+        if holder.record.name == name:
+            return holder
+    known = [holder.record.name for holder in holders]
+    raise ConfigError(f"no guard {name!r} is registered; there are: {', '.join(known) or 'none'}")
+
+
+def _keys(arguments: argparse.Namespace) -> list[str]:
+    what = arguments.what
+    if what.startswith("@"):
+        what = ",".join(Path(what[1:]).read_text().replace(",", " ").split())
+    if _KEYS.fullmatch(what):
+        return list(what.split(","))
+    return _session_keys(arguments, what)
+
+
+def _session_keys(arguments: argparse.Namespace, session: str) -> list[str]:
+    base = deployment.router_url(arguments)
+    headers = {"x-tenant-id": arguments.tenant} if arguments.tenant else {}
+    if arguments.token_file:
+        headers["Authorization"] = f"Bearer {Path(arguments.token_file).read_text().strip()}"
+    url = f"{base}/v1/kv/sessions/{urllib.parse.quote(session, safe='')}/keys"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            keys: list[str] = json.load(answer)["keys"]
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace")
+        raise KvcrError(
+            f"session {session!r}: the router at {base} answered {error.code}: {reason}"
+        ) from error
+    except OSError as error:
+        raise KvcrError(f"the router at {base} does not answer: {error}") from error
+    if not keys:
+        raise KvcrError(f"session {session!r} has no blocks yet: it has not filled one")
+    return keys

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr pin|demote|invalidate|prefetch|move`` on real guards, through real etcd and NATS."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import Deployment, deployment, eventually
+from engine_client import EngineClient, GuardProcess, chain
+
+__all__ = ["deployment"]
+
+COMPONENTS = Path(__file__).parents[2] / "components"
+
+
+@pytest.fixture
+def guards(deployment: Deployment) -> Iterator[tuple[GuardProcess, GuardProcess]]:
+    with deployment.guard("g0") as first, deployment.guard("g1") as second:
+        yield first, second
+
+
+@pytest.fixture
+def kvcr(deployment: Deployment, tmp_path: Path) -> Any:
+    environment = {
+        **os.environ,
+        **deployment.environment,
+        "PYTHONPATH": str(COMPONENTS),
+        "DYN_NAMESPACE": deployment.namespace,
+        "KVCR_CACHE": str(tmp_path),
+    }
+
+    def run(*words: str, code: int = 0) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcr.cli", *words, "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+        return report
+
+    return run
+
+
+async def _held(kvcr: Any, key: str) -> dict[str, bool]:
+    report = kvcr("where", key, code=0)
+    return {guard["guard"]: bool(guard["held"]) for guard in report["guards"]}
+
+
+async def test_by_hand(deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], kvcr: Any) -> None:
+    """One life of a prefix: copied ahead, pinned, moved, and dropped everywhere."""
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    root, keys = chain(6, "by hand")
+    names = ",".join(key.hex() for key in keys)
+    last = keys[-1].hex()
+    with EngineClient(guards[0], "engine-0") as first, EngineClient(guards[1], "engine-1"):
+        first.deposit(keys, root)
+
+        copied = kvcr("prefetch", names, "--to", "g1")["actions"]
+        assert [(a["guard"], a["result"], a["blocks"]) for a in copied] == [("g1", "done", 6)]
+        assert await _held(kvcr, last) == {"g0": True, "g1": True}
+
+        pinned = kvcr("pin", names, "--guard", "g1", "--ttl-s", "60")
+        assert [(a["guard"], a["result"]) for a in pinned["actions"]] == [("g1", "done")]
+        unpinned = kvcr("unpin", pinned["plan_id"], code=1)["actions"]
+        assert {a["guard"]: a["result"] for a in unpinned} == {"g0": "miss", "g1": "done"}
+
+        demoted = kvcr("demote", names)["actions"]
+        assert {a["guard"]: (a["result"], a["blocks"]) for a in demoted} == {
+            "g0": ("done", 6),
+            "g1": ("done", 6),
+        }
+
+        dropped = kvcr("invalidate", names, "--guard", "g1")["actions"]
+        assert dropped[0]["result"] in ("done", "deferred")
+        assert await _held(kvcr, last) == {"g0": True, "g1": False}
+
+        root2, keys2 = chain(4, "moved")
+        first.deposit(keys2, root2)
+        moved = kvcr("move", ",".join(key.hex() for key in keys2), "--to", "g1")["actions"]
+        assert (moved[0]["guard"], moved[0]["result"], moved[0]["blocks"]) == ("g1", "done", 4)
+
+        async def gone() -> bool:
+            return await _held(kvcr, keys2[-1].hex()) == {"g0": False, "g1": True}
+
+        await eventually(gone, "the source to drop what was moved", 30)
+
+
+async def test_mistakes_are_told(
+    deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], kvcr: Any
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    nowhere = "ab" * 16
+    assert "no guard holds" in kvcr("pin", nowhere, code=1)["error"]
+    assert "no other guard holds" in kvcr("prefetch", nowhere, "--to", "g1", code=1)["error"]
+    assert (
+        "no guard 'g7' is registered; there are: g0, g1"
+        in kvcr("move", nowhere, "--to", "g7", code=2)["error"]
+    )
+    assert "--router" in kvcr("pin", "some-session", code=2)["error"]
