@@ -13,18 +13,22 @@
 // All arguments are C-contiguous buffers; lengths are checked here, so that a wrong call raises ValueError
 // and never touches memory it was not given. One thread: everything runs under the GIL.
 
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <float.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define KEY_BYTES 16
 #define FIRST_SLOTS 4096
+// 128 holders: with the key 32 bytes, so that no entry of this size lies across two cache lines.
+#define FIRST_WORDS 2
 #define WORD_BITS 64
 // Keys whose slot is fetched ahead of their probe: probes are cache misses, and they overlap.
-#define PROBE_AHEAD 12
+#define PROBE_AHEAD 16
 
 typedef struct {
     PyObject_HEAD
@@ -95,14 +99,33 @@ static void erase(Table *t, uint64_t slot)
     t->live--;
 }
 
+// Zeroed pages straight from the system, and back to it: probes are random, so huge ones where there are any.
+static uint64_t *map_entries(size_t bytes)
+{
+    void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED)
+        return NULL;
+    madvise(pages, bytes, MADV_HUGEPAGE);
+    return pages;
+}
+
+static void unmap_entries(Table *t)
+{
+    if (t->entries)
+        munmap(t->entries, (size_t)(t->mask + 1) * (size_t)t->stride * sizeof(uint64_t));
+    t->entries = NULL;
+}
+
 // Give the table this shape; entries are placed anew. -1 with MemoryError set, and nothing changed.
 static int reshape(Table *t, uint64_t slots, Py_ssize_t words)
 {
     Py_ssize_t stride = 2 + words;
-    uint64_t *entries = calloc(slots * (size_t)stride, sizeof(uint64_t));
+    size_t bytes = slots * (size_t)stride * sizeof(uint64_t);
+    uint64_t *entries = map_entries(bytes);
     uint8_t *touched = calloc(slots, 1);
     if (!entries || !touched) {
-        free(entries);
+        if (entries)
+            munmap(entries, bytes);
         free(touched);
         PyErr_NoMemory();
         return -1;
@@ -125,7 +148,7 @@ static int reshape(Table *t, uint64_t slots, Py_ssize_t words)
             memcpy(entries + to * (uint64_t)stride, entry, sizeof(uint64_t) * (size_t)t->stride);
             touched[to] = t->touched[slot];
         }
-    free(t->entries);
+    unmap_entries(t);
     free(t->touched);
     t->entries = entries;
     t->touched = touched;
@@ -259,7 +282,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!t)
         return NULL;
     t->max_blocks = max_blocks;
-    if (reshape(t, FIRST_SLOTS, 1) < 0 || reserve(t, 0) < 0) {
+    if (reshape(t, FIRST_SLOTS, FIRST_WORDS) < 0 || reserve(t, 0) < 0) {
         Py_DECREF(t);
         return NULL;
     }
@@ -268,7 +291,7 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void table_dealloc(Table *t)
 {
-    free(t->entries);
+    unmap_entries(t);
     free(t->touched);
     free(t->counts);
     free(t->digests);
@@ -316,7 +339,6 @@ static PyObject *table_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
             uint64_t *entry = entry_at(t, slot);
             entry[0] = key[0];
             entry[1] = key[1];
-            t->touched[slot] = 0;
             t->live++;
         }
         uint64_t *holders = entry_at(t, slot) + 2 + bit / WORD_BITS;
@@ -426,7 +448,9 @@ static PyObject *table_lookup(PyObject *self, PyObject *argument)
         return NULL;
     Py_ssize_t n = keys.len / KEY_BYTES, words = t->words;
     PyObject *bits = NULL, *held = NULL, *result = NULL;
-    uint64_t *masks = malloc(sizeof(uint64_t) * (size_t)(words * (n + 1)));
+    uint64_t small[512], *masks = small;
+    if (words * (n + 1) > 512)
+        masks = malloc(sizeof(uint64_t) * (size_t)(words * (n + 1)));
     if (!masks) {
         PyErr_NoMemory();
         goto done;
@@ -441,14 +465,15 @@ static PyObject *table_lookup(PyObject *self, PyObject *argument)
         key_at(&keys, i, key);
         uint64_t slot = find(t, key, &found);
         if (!found) {
-            memset(masks + i * words, 0, sizeof(uint64_t) * (size_t)words);
+            for (Py_ssize_t w = 0; w < words; w++)
+                masks[w * n + i] = 0;
             continue;
         }
         if (near_bound)
             t->touched[slot] = 1;
         const uint64_t *entry = entry_at(t, slot);
         for (Py_ssize_t w = 0; w < words; w++) {
-            masks[i * words + w] = entry[2 + w];
+            masks[w * n + i] = entry[2 + w];
             any[w] |= entry[2 + w];
         }
     }
@@ -469,12 +494,13 @@ static PyObject *table_lookup(PyObject *self, PyObject *argument)
                 goto done;
             PyList_SET_ITEM(bits, at++, bit);
             for (Py_ssize_t i = 0; i < n; i++)
-                row[i] = (char)(masks[i * words + w] >> shift & 1);
+                row[i] = (char)(masks[w * n + i] >> shift & 1);
             row += n;
         }
     result = PyTuple_Pack(2, bits, held);
 done:
-    free(masks);
+    if (masks != small)
+        free(masks);
     Py_XDECREF(bits);
     Py_XDECREF(held);
     PyBuffer_Release(&keys);

@@ -305,6 +305,7 @@ class RouterComponent:
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
         self._agents.measure()
+        metrics.index_bytes.set(self._index.nbytes)
         metrics.index_evicted.set(self._index.evicted_blocks)
         for state in _GUARD_STATES:
             metrics.guards.labels(state.lower()).set(self._failovers.counts()[state])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,7 @@ class Repair:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class IndexView:
+class IndexView(NamedTuple):
     """Who holds the blocks of one request: ``held[g, i]`` says guard ``g`` has block ``i``.
 
     Only guards that hold at least one of them have a row.
@@ -129,7 +129,8 @@ class LocationIndex:
     def __init__(self, *, max_blocks: int = 2_000_000) -> None:
         self._table = BlockTable(max_blocks)
         self._streams: dict[str, _Stream] = {}
-        self._names: list[str | None] = []
+        self._names: list[str] = []
+        """by bit; empty for a bit that is free"""
         self._dead: dict[str, int] = {}
         self._evicted_before = 0
 
@@ -157,7 +158,7 @@ class LocationIndex:
             if len(self._dead) > _MAX_TOMBSTONES:
                 del self._dead[next(iter(self._dead))]
             self._clear(stream.bit)
-            self._names[stream.bit] = None
+            self._names[stream.bit] = ""
 
     def guards(self) -> list[str]:
         return list(self._streams)
@@ -295,8 +296,8 @@ class LocationIndex:
         blocks = len(keys) // KEY_BYTES
         if not bits:
             return IndexView.empty(blocks)
-        held = np.frombuffer(rows, dtype=np.bool_).reshape(len(bits), blocks)
-        return IndexView(tuple([self._names[bit] or "" for bit in bits]), held)
+        held = np.ndarray((len(bits), blocks), np.bool_, rows)
+        return IndexView(tuple(map(self._names.__getitem__, bits)), held)
 
     def held_by(self, guard: str) -> bytes:
         """Every key of ``guard``, 16 bytes each, in no order."""
@@ -306,7 +307,7 @@ class LocationIndex:
     # --- inside ---------------------------------------------------------------------------------
 
     def _take_bit(self, guard: str) -> int:
-        bit = self._names.index(None) if None in self._names else len(self._names)
+        bit = self._names.index("") if "" in self._names else len(self._names)
         if bit == len(self._names):
             self._names.append(guard)
         self._names[bit] = guard

@@ -47,6 +47,8 @@ REPAIRS_AT_ONCE = 4
 SILENT_S = 5.0
 """A guard beats once a second. One that is not heard for this long while others are is no source."""
 _RETRY_S = 1.0
+REBUILT = 0.99
+"""Part of what the guards hold at which a router that started counts as knowing it."""
 
 Answer = TypeVar("Answer", PeerWelcome, SnapshotChunk, Replayed)
 
@@ -129,9 +131,14 @@ class InventoryClient:
         self._heard: dict[str, float] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._complained: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        """blocks each guard says it has"""
+        self._started_s = time.monotonic()
+        self._rebuilt = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        self._started_s = time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._repair_loop())
 
     async def close(self) -> None:
@@ -153,6 +160,7 @@ class InventoryClient:
     def retire(self, name: str) -> None:
         self._index.retire(name)
         self._heard.pop(name, None)
+        self._counts.pop(name, None)
 
     def silent(self) -> set[str]:
         """Guards that seem dead: not heard, although events of others arrive. Nobody, when none do."""
@@ -174,6 +182,9 @@ class InventoryClient:
                 self._on_batch(message)
         elif isinstance(message, Heartbeat):
             outcome = self._index.beat(message)
+            if outcome is not Outcome.UNKNOWN:
+                self._counts[message.guard] = message.count
+                self._look_whether_rebuilt()
         else:
             return
         self._metrics.inventory_messages.labels(outcome.value).inc()
@@ -245,8 +256,24 @@ class InventoryClient:
                     return
                 self._on_snapshot(chunk, cursor == 0)
                 cursor = chunk.next_cursor
+            self._counts[repair.guard] = chunk.count
+            self._look_whether_rebuilt()
         finally:
             self._index.abort_snapshot(repair.guard)
+
+    def _look_whether_rebuilt(self) -> None:
+        """Say once how long it took from the start until the index had nearly all of what guards hold."""
+        guards = self._index.guards()
+        if self._rebuilt or not guards or not all(guard in self._counts for guard in guards):
+            return
+        held = sum(self._counts[guard] for guard in guards)
+        known = sum(min(self._counts[guard], self._index.blocks(guard)) for guard in guards)
+        if known < REBUILT * held:
+            return
+        self._rebuilt = True
+        seconds = time.monotonic() - self._started_s
+        self._metrics.index_rebuild_seconds.set(seconds)
+        log.info("index knows %d of %d blocks of %d guards after %.3f s", known, held, len(guards), seconds)
 
     def _complain(self, about: str, problem: str) -> None:
         """Log once per cause, not once per attempt."""

@@ -76,6 +76,12 @@ class Metrics:
             "Blocks evicted from the index because it is full, since the start",
             registry=registry,
         )
+        self.index_bytes = Gauge("kvcr_router_index_bytes", "Memory of the index", registry=registry)
+        self.index_rebuild_seconds = Gauge(
+            "kvcr_router_index_rebuild_seconds",
+            "From the start of this router until it knew 99 % of the blocks that guards hold; 0 until then",
+            registry=registry,
+        )
         self.index_resyncs = Counter(
             "kvcr_router_index_resyncs_total",
             "Replays and snapshots asked of guards, by what made them necessary",
