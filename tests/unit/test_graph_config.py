@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvcr.dynamo.topology import read_topology
 from kvcr.errors import ConfigError
 from kvcr.graph.config import Kind, Restart, load_graph, parse_graph, render_flags
 from kvcr.graph.plan import Plan, ProcessPlan, make_plan
@@ -380,3 +381,33 @@ def test_more_gpus_than_the_machine_has_are_refused(
     document["VllmWorker"]["ServiceArgs"]["resources"]["gpu"] = 2
     with pytest.raises(ConfigError, match="asks for 4 GPUs"):
         plan_of(document, ports, tmp_path)
+
+
+def test_topology_domains_are_files_for_each_worker_and_its_guard(
+    ports: PortBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr.graph.site.shm_free_bytes", lambda: 64 << 30)
+    graph, _ = load_graph(Path(__file__).parents[2] / "deploy/graphs/agg_topology.yaml")
+    plan = make_plan(graph, LocalSite(RunPaths("test-1", tmp_path / "run"), ports), {})
+    for process in plan.processes:
+        if process.kind not in (Kind.GUARD, Kind.WORKER):
+            assert not process.files
+            continue
+        expected = "rack-a" if process.name[-1] in "01" else "rack-b"
+        folder = Path(process.env["DYN_TOPOLOGY_MOUNT_PATH"])
+        assert process.files[str(folder / "rdma_domain")].strip() == expected
+        for name, text in process.files.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text)
+        assert read_topology(process.env) == {"rdma_domain": expected, "zone": "east"}
+
+
+@pytest.mark.parametrize("given", ["[{rdma_domain: a}]", "{rdma_domain: a}", "[{a/b: c}, {}]"])
+def test_topology_that_does_not_fit_the_workers_is_refused(
+    given: str, ports: PortBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr.graph.site.shm_free_bytes", lambda: 64 << 30)
+    agg = Path(__file__).parents[2] / "deploy/graphs/agg.yaml"
+    graph, _ = load_graph(agg, [("VllmWorker.topology", given)])
+    with pytest.raises(ConfigError, match=r"VllmWorker\.topology"):
+        make_plan(graph, LocalSite(RunPaths("test-1", tmp_path / "run"), ports), {})

@@ -18,7 +18,7 @@ import yaml
 
 from kvcr.cli.main import main
 from kvcr.graph import bootstrap
-from kvcr.graph.config import load_graph
+from kvcr.graph.config import Kind, load_graph
 from kvcr.graph.render.compose import render_compose
 from kvcr.graph.render.dgd import render_dgd
 from tests.unit.dgd_schema import findings
@@ -113,13 +113,13 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None
     assert len(before["secret"]) >= 32
 
 
-@pytest.mark.parametrize("name", ["agg.yaml", "agg_gpu.yaml"])
+@pytest.mark.parametrize("name", ["agg.yaml", "agg_gpu.yaml", "agg_topology.yaml"])
 def test_a_manifest_is_a_valid_graph_deployment(name: str) -> None:
     graph, _ = load_graph(ROOT / "deploy/graphs" / name)
     manifest = render_dgd(graph, "registry.example.com/dynamo-kvcr:0.1.0")
     assert findings(manifest) == []
     worker = next(c for c in manifest["spec"]["components"] if c["name"] == "VllmWorker")
-    assert worker["replicas"] == 2
+    assert worker["replicas"] == graph.count(Kind.WORKER)
     pod = worker["podTemplate"]["spec"]
     assert [container["name"] for container in pod["containers"]] == ["main", "guard"]
     pool = next(volume for volume in pod["volumes"] if volume["name"] == "pools")
@@ -167,3 +167,14 @@ def test_a_graph_without_its_own_etcd_is_refused_for_compose(tmp_path: Path) -> 
     graph, _ = load_graph(path)
     with pytest.raises(Exception, match="brings its own Etcd"):
         render_compose({"default": graph})
+
+
+def test_topology_domains_reach_worker_and_guard_in_compose() -> None:
+    graph, _ = load_graph(ROOT / "deploy/graphs/agg_topology.yaml")
+    document = render_compose({"default": graph})
+    for name, domain in (("worker-0", "rack-a"), ("guard-0", "rack-a"), ("guard-3", "rack-b")):
+        service = document["services"][name]
+        assert service["environment"]["DYN_TOPOLOGY_ENABLED"] == "true"
+        mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
+        source = mounted["/etc/dynamo/topology/rdma_domain"]
+        assert document["configs"][source]["content"].strip() == domain

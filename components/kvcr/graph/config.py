@@ -76,7 +76,7 @@ SCHEMAS: dict[Kind, Schema] = {
             "control": "use control-port: the port of the first guard, the others follow",
         },
     ),
-    Kind.WORKER: Schema("vllm_worker", frozenset({"system-port"})),
+    Kind.WORKER: Schema("vllm_worker", frozenset({"system-port", "topology"})),
     Kind.ROUTER: Schema(
         "router",
         frozenset({"model", "served-model-name", "system-port"}),

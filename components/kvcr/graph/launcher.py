@@ -205,6 +205,9 @@ class Launcher:
         plan = member.plan
         for port in plan.ports.values():
             self._ports.release(port)
+        for name, text in plan.files.items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text)
         member.child = processes.Child(plan.argv, plan.env, self._paths.logs / f"{plan.name}.log")
         member.state, member.instance, member.probe_at_s = State.STARTING, None, 0.0
         self._save()

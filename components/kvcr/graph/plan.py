@@ -8,6 +8,7 @@ before the first of them runs; a process that is restarted gets exactly the same
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class ProcessPlan:
     metrics: str | None = None
     control: str | None = None
     """Control endpoint of the guard, also on its worker: the join between the two."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path to text: what has to be there before the process starts."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ class _Planner:
         control = self._controls[index] if self._controls else None
         params: dict[str, Any] = {
             "block-size": DEFAULT_BLOCK_SIZE,
-            **_without(component.params, "system-port", "kv-transfer-config", "kv-events-config"),
+            **_without(component.params, "system-port", "topology", "kv-transfer-config", "kv-events-config"),
             "model": self._site.model_path(self._model),
             "served-model-name": served,
             "kv-transfer-config": self._transfer_config(component, index, control),
@@ -396,11 +399,16 @@ class _Planner:
         own = {
             name: value[index] if isinstance(value, tuple) else value for name, value in service.env.items()
         }
+        files = self._topology(kind, index)
+        where = {}
+        if files:
+            folder = str(self._site.topology(self._name(kind, index)))
+            where = {"DYN_TOPOLOGY_ENABLED": "true", "DYN_TOPOLOGY_MOUNT_PATH": folder}
         return ProcessPlan(
             name=self._name(kind, index),
             kind=kind,
             argv=(self._site.python, "-m", module, *flags, *service.args),
-            env={**self._env, **(env or {}), **own},
+            env={**self._env, **where, **(env or {}), **own},
             restart=service.restart,
             start_timeout_s=service.start_timeout_s or START_TIMEOUT_S[kind],
             health_url=urls.get("health"),
@@ -408,7 +416,30 @@ class _Planner:
             urls=urls,
             metrics=metrics,
             control=control,
+            files=files,
         )
+
+    def _topology(self, kind: Kind, index: int) -> dict[str, str]:
+        """Domains of a worker and its guard, one file each, as Dynamo reads them."""
+        worker = self._graph.get(Kind.WORKER)
+        if worker is None or kind not in (Kind.GUARD, Kind.WORKER):
+            return {}
+        given = worker.params.get("topology") or []
+        place = f"{self._graph.source}: {Kind.WORKER.value}.topology"
+        count = self._graph.count(Kind.WORKER)
+        if not isinstance(given, list) or (given and len(given) != count):
+            raise ConfigError(
+                f"{place} is {given!r}; expected a list with one mapping for each of {count} workers"
+            )
+        if not given:
+            return {}
+        domains = given[index]
+        if not isinstance(domains, Mapping) or not all(
+            re.fullmatch(r"[A-Za-z0-9_.-]+", str(name)) for name in domains
+        ):
+            raise ConfigError(f"{place}[{index}] is {domains!r}; expected e.g. {{rdma_domain: rack-1}}")
+        folder = self._site.topology(self._name(kind, index))
+        return {str(folder / str(name)): f"{value}\n" for name, value in domains.items()}
 
     def _devices(self, component: Component, index: int) -> dict[str, str]:
         """What ``ServiceArgs.resources`` means for one engine."""

@@ -82,6 +82,10 @@ class Site(abc.ABC):
         """Its directory, as the processes see it."""
 
     @abc.abstractmethod
+    def topology(self, name: str) -> PurePath:
+        """Folder with the topology domains of the process ``name``, one file each."""
+
+    @abc.abstractmethod
     def check_pools(self, what: str, pools: int, pool_bytes: int) -> None:
         """Raises ConfigError when they do not fit."""
 
@@ -113,6 +117,9 @@ class LocalSite(Site):
 
     def model_path(self, model: str) -> str:
         return str(models.model_path(model))
+
+    def topology(self, name: str) -> PurePath:
+        return self.run_dir / "topology" / name
 
     def check_pools(self, what: str, pools: int, pool_bytes: int) -> None:
         free_bytes = shm_free_bytes()

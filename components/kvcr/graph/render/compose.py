@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from kvcr.config import parse_size
@@ -56,6 +57,7 @@ def render_compose(graphs: Mapping[str, Graph]) -> dict[str, Any]:
         "name": "kvcr",
         "services": services,
         "networks": {NETWORK: {}},
+        **({"configs": configs} if (configs := _configs(plans.values())) else {}),
         "volumes": {
             "pools": {"driver_opts": _tmpfs(max(_pool_bytes(graph) for graph in graphs.values()))},
             **{name: {} for name in ("run", "cache", "etcd", "nats", "prometheus", "grafana")},
@@ -134,9 +136,26 @@ def _service(process: ProcessPlan) -> Service:
             service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
             # The pool is pinned for copies to and from the GPU.
             service["ulimits"] = {"memlock": -1}
+    if process.files:
+        service["configs"] = [
+            {"source": _config_name(process.name, path), "target": path} for path in process.files
+        ]
     if process.kind is Kind.FRONTEND:
         service["ports"] = [f"127.0.0.1:${{KVCR_HTTP_PORT:-8000}}:{process.ports['http']}"]
     return service
+
+
+def _configs(plans: Iterable[Plan]) -> dict[str, Any]:
+    return {
+        _config_name(process.name, path): {"content": text}
+        for plan in plans
+        for process in plan.processes
+        for path, text in process.files.items()
+    }
+
+
+def _config_name(process: str, path: str) -> str:
+    return f"{process}-{PurePosixPath(path).name}"
 
 
 def _environment(process: ProcessPlan) -> dict[str, str]:

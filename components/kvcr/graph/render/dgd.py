@@ -74,7 +74,9 @@ def _one_worker(graph: Graph) -> Graph:
             components[kind] = Component(kind, {"address": address}, ServiceArgs())
     for kind in (Kind.WORKER, Kind.GUARD):
         if (component := graph.get(kind)) is not None:
-            components[kind] = replace(component, service=replace(component.service, workers=1))
+            # Domains of a pod come from the labels of its node, through the operator.
+            params = {key: value for key, value in component.params.items() if key != "topology"}
+            components[kind] = Component(kind, params, replace(component.service, workers=1))
     return Graph(graph.name, graph.source, components)
 
 

@@ -13,6 +13,8 @@ ANY = "0.0.0.0"
 CACHE = PurePosixPath("/cache")
 """``KVCR_CACHE`` in the image: prepared models."""
 
+TOPOLOGY = PurePosixPath("/etc/dynamo/topology")
+
 
 class ContainerSite(Site):
     """Each process in a container, or a pod, of its own that others reach by name.
@@ -45,6 +47,9 @@ class ContainerSite(Site):
 
     def model_path(self, model: str) -> str:
         return str(CACHE / "models" / model) if model in models.known_models() else model
+
+    def topology(self, name: str) -> PurePosixPath:
+        return TOPOLOGY
 
     def check_pools(self, what: str, pools: int, pool_bytes: int) -> None:
         # The volume is made as large as the pools.
