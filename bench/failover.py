@@ -148,12 +148,9 @@ KEYS = (
 def measure_peer(rounds: int, idle_s: float) -> dict[str, Any]:
     """The same keys for kvcr 0.1.1. What it cannot do is None, with ``<key>_reason`` beside it."""
     try:
-        command = [str(peer_venv.interpreter()), "-m", "bench._peer_failover", str(rounds), str(idle_s)]
-        _common.say(f"NVIDIA kvcr {peer_venv.VERSION}: the same deaths")
-        done = subprocess.run(
-            command, cwd=ROOT, env=peer_venv.environment(), stdout=subprocess.PIPE, timeout=PEER_S, check=True
+        seen = _run_peer(
+            [str(peer_venv.interpreter()), "-m", "bench._peer_failover", str(rounds), str(idle_s)]
         )
-        seen = json.loads(done.stdout.splitlines()[-1])
     except (peer_venv.PeerUnavailable, subprocess.SubprocessError, ValueError, IndexError) as error:
         return {"version": peer_venv.VERSION, **dict.fromkeys(KEYS), "reason": f"not measured: {error}"}
     good_ms = [kill["first_ms"] for kill in seen["kills"] if kill["first_ms"] is not None]
@@ -172,6 +169,20 @@ def measure_peer(rounds: int, idle_s: float) -> dict[str, Any]:
         "failed_pulls_note": "independent pulls every 10 ms from the kill on, until 0.5 s after it at least",
     }
     return {"version": peer_venv.VERSION, **figures(samples), **reasons}
+
+
+def _run_peer(command: list[str]) -> dict[str, Any]:
+    """What it printed. Raises SubprocessError when it failed twice: it may lose a race for a free port."""
+    _common.say(f"NVIDIA kvcr {peer_venv.VERSION}: the same deaths")
+    environment = peer_venv.environment()
+    for attempt in (1, 2):
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=PEER_S, check=attempt == 2
+        )
+        if not done.returncode:
+            break
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 # --- the engine dies, and comes back ---------------------------------------------------------------
