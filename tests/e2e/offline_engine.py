@@ -31,11 +31,12 @@ class OfflineEngine:
         *,
         extra: dict[str, Any],
         transfer: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **engine: Any,
     ) -> None:
         self._log = log
         settings = {"model": str(model), "extra": extra, "transfer": transfer or {}, "engine": engine}
-        environment = {
+        inherited = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(COMPONENTS), os.environ.get("PYTHONPATH", "")])),
             "PYTHONHASHSEED": "0",
@@ -50,9 +51,15 @@ class OfflineEngine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment,
+                env={**inherited, **(environment or {})},
                 text=True,
+                start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, which leads the session that the others are in."""
+        return self._process.pid
 
     def wait_ready(self) -> None:
         self._answer(START_S)
@@ -78,6 +85,10 @@ class OfflineEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        # Here, as this file is also a script. vLLM's own processes, should one of them not have noticed.
+        from tests.e2e.processes import end_session
+
+        end_session(self._process.pid)
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None

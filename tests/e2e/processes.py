@@ -73,14 +73,7 @@ class Child:
 
     def members(self) -> list[int]:
         """Pids of the live processes of its session."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                # After the name, which may hold anything: state, parent, group, session.
-                state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == self.pid and state != "Z":
-                    found.append(int(entry.name))
-        return found
+        return session_members(self.pid)
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """SIGTERM to the process; SIGKILL, by pid, to what is left of its session after ``timeout_s``."""
@@ -88,15 +81,32 @@ class Child:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)
-        deadline_s = time.monotonic() + 5.0
-        while (left := self.members()) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end_session(self.pid)
         self.process.wait(10)
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+def session_members(leader: int) -> list[int]:
+    """Pids of the live processes of the session that ``leader`` made."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # After the name, which may hold anything: state, parent, group, session.
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def end_session(leader: int, patience_s: float = 5.0) -> None:
+    """SIGKILL, by pid, to what is left of a session after ``patience_s``."""
+    deadline_s = time.monotonic() + patience_s
+    while (left := session_members(leader)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
