@@ -18,7 +18,7 @@ import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
 from kvcr.errors import LayoutMismatch, MustFail, PoolBusy, PoolCorrupt, ProtocolError
-from kvcr.guard import addresses
+from kvcr.guard import addresses, leftovers, permissions
 from kvcr.guard.actions import Actions
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
@@ -46,6 +46,7 @@ from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
 from kvcr.pool import META, FileLock, Pool, boot_id, is_dead
+from kvcr.pool.files import require_room
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
@@ -199,6 +200,7 @@ class Guard:
         """Serve until :meth:`stop`, then close everything."""
         self._thread = threading.current_thread()
         self._tick()
+        self.loop.later(0.0, self._look_around)
         try:
             self.loop.run()
         finally:
@@ -248,6 +250,19 @@ class Guard:
             # Only when nothing but ours was in it.
             with contextlib.suppress(OSError):
                 os.rmdir(self.pool_dir)
+
+    def _look_around(self) -> None:
+        """What the start need not wait for."""
+        permissions.report(self.config.pool_bytes, self.config.transport)
+        if not self.config.linger_s:
+            return
+        # This guard was started by an engine, and others may have been.
+        own = Path(self.pool_dir)
+        dead = leftovers.abandoned(own.parent, own)
+        for one in dead:
+            log.info("%s is of a dead guard; to be removed unless somebody comes for it", one.directory)
+        if dead:
+            self.loop.later(self.config.linger_s, lambda: leftovers.reclaim(dead))
 
     def _tick(self) -> None:
         self.loop.later(TICK_S, self._tick)
@@ -346,6 +361,8 @@ class Guard:
                 return
         self._lock = FileLock(directory / GUARD_LOCK)
         self._lock.acquire()
+        leftovers.clean_own(directory)
+        require_room(directory, self.config.pool_bytes)
 
     def _wait_for_landings(self, directory: Path) -> None:
         """Until nothing of the guard before can write to the pool. Raises PoolBusy when that does not end."""

@@ -92,8 +92,9 @@ class Seat:
             self._enter(GuardState.ACTIVE)
         for engine_id in dead:
             locks = self._seize(pool, engine_id)
-            if locks is not None:
-                self._bury(pool, engine_id, locks)
+            if locks is not None and self._bury(pool, engine_id, locks) is not None and locks:
+                # It died while no guard was there to see it, and with it its grants.
+                self._meters.failovers.inc()
 
     def admit(self, pool: Pool | None, engine_id: str) -> str:
         """Why this engine cannot have the pool now; empty when it can. Proves the death of the one before."""

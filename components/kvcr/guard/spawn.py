@@ -20,6 +20,7 @@ from pathlib import Path
 from kvcr.config import EngineConfig
 from kvcr.errors import ConfigError, GuardUnavailable
 from kvcr.guard.connection import connect_unix
+from kvcr.guard.leftovers import SPAWN_SUFFIX
 
 LINGER_S = 60.0
 START_TIMEOUT_S = 30.0
@@ -50,7 +51,7 @@ def ensure_guard(config: EngineConfig) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     socket_path = str(directory / "guard.sock")
     # Beside the directory, not in it: the guard removes that when it leaves.
-    with open(directory.with_name(directory.name + ".spawn"), "a") as lock:
+    with open(directory.with_name(directory.name + SPAWN_SUFFIX), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _answers(socket_path):
             directory.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,8 @@ from kvcr.layout import Layout
 from kvcr.pool.locks import FILE_MODE
 from kvcr.pool.meta import DATA, MAX_SLOTS, META, Geometry, superblock_page
 
+_MORE_ROOM = "(docker --shm-size, or sizeLimit of a Kubernetes emptyDir with medium Memory)"
+
 
 def plan_geometry(layout: Layout, pool_bytes: int) -> Geometry:
     """As many slots as fit ``pool_bytes`` of data; the directory, about 130 bytes a slot, comes on top.
@@ -58,6 +60,19 @@ def remove_files(dir: Path) -> None:
         (dir / name).unlink(missing_ok=True)
 
 
+def require_room(dir: Path, pool_bytes: int) -> None:
+    """Raise PoolTooSmall if the mount of ``dir`` has no room for a new pool; for a guard that starts.
+
+    The directory of the pool, about 130 bytes a slot, comes on top when it is made.
+    """
+    available = _available(dir) + _allocated(dir / DATA) + _allocated(dir / META)
+    if available < pool_bytes:
+        raise PoolTooSmall(
+            f"{dir} needs {pool_bytes} bytes for the pool, {available} are available; give the mount more "
+            f"room {_MORE_ROOM}, or lower --pool-bytes below {available}"
+        )
+
+
 def _write(path: Path, nbytes: int, head: bytes, preallocate: bool, dir: Path, geometry: Geometry) -> None:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -87,8 +102,7 @@ def _too_small(dir: Path, needed: int, available: int, geometry: Geometry) -> Po
     return PoolTooSmall(
         f"{dir} needs {needed} bytes for {geometry.slots} slots of "
         f"{geometry.ranks * geometry.part_stride} bytes, {available} are available; give the mount more room "
-        "(docker --shm-size, or sizeLimit of a Kubernetes emptyDir with medium Memory), "
-        f"or lower --pool-bytes below {available}"
+        f"{_MORE_ROOM}, or lower --pool-bytes below {available}"
     )
 
 
