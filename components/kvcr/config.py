@@ -21,6 +21,11 @@ GUARD_ENV_PREFIX = "KVCR_GUARD_"
 """Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:0"
+CACHE_SIZE_ENV = "KVCR_CPU_CACHE_GB"
+"""Size of each worker's pool in GB (10**9 bytes), for a guard and for a graph."""
+KVBM_CACHE_SIZE_ENV = "DYN_KVBM_CPU_CACHE_GB"
+"""The same of Dynamo's KVBM, read when ours is not set."""
+
 MIN_SECRET_BYTES = 16
 MIN_FENCE_S = 2.0
 
@@ -236,12 +241,35 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a guard found as ``KVCR_GUARD_*``; unknown ones are left to :func:`load` to refuse."""
-    return {
+    """Settings of a guard found as ``KVCR_GUARD_*``; unknown ones are left to :func:`load` to refuse.
+
+    ``KVCR_GUARD_POOL_BYTES`` wins over a size in GB. Raises ConfigError for a size that is no number.
+    """
+    settings = {
         name.removeprefix(GUARD_ENV_PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(GUARD_ENV_PREFIX)
     }
+    given = cache_size(environment)
+    if given is not None:
+        settings.setdefault("pool_bytes", str(given[1]))
+    return settings
+
+
+def cache_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Name of the variable that says how large a worker's pool is, and the bytes. Raises ConfigError."""
+    for name in (CACHE_SIZE_ENV, KVBM_CACHE_SIZE_ENV):
+        text = environment.get(name, "").strip()
+        if not text:
+            continue
+        try:
+            size = int(float(text) * 10**9)
+        except (ValueError, OverflowError):
+            size = 0
+        if size <= 0:
+            raise ConfigError(f"{name}={text!r} must be a number of GB above 0, e.g. 64 or 0.5")
+        return name, size
+    return None
 
 
 def parse_size(value: Any, what: str = "size") -> int:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from kvcr.cli import acts, fleet, graph
+from kvcr.cli import acts, fleet, graph, settings
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fleet.run(arguments)
         if arguments.command in acts.COMMANDS:
             return acts.run(arguments)
+        if arguments.command == "config":
+            return settings.run(arguments)
         if arguments.command == "graph":
             return graph.run(arguments)
         if arguments.command == "doctor":
@@ -99,6 +101,7 @@ def _parse(
     graph.add_parser(commands)
     fleet.add_parsers(commands)
     acts.add_parsers(commands)
+    settings.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
     doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -12,12 +12,14 @@ from __future__ import annotations
 import difflib
 import enum
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvcr.config import cache_size
 from kvcr.errors import ConfigError
 
 Value = Any
@@ -142,12 +144,25 @@ def load_graph(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> tuple[G
     from kvcr.graph import legacy
 
     document = _read_yaml(path)
+    size_notes = _take_cache_size(document, os.environ)
     for dotted, text in overrides:
         _override(document, dotted, text)
     notes: list[str] = []
     if legacy.is_legacy(document):
         document, notes = legacy.translate(document, count_gpus())
+    notes = [*size_notes, *notes]
     return parse_graph(document, name=path.stem, source=str(path)), notes
+
+
+def _take_cache_size(document: dict[str, Value], environment: Mapping[str, str]) -> list[str]:
+    """The environment's size of a pool over the file's; the command line goes over both."""
+    given = cache_size(environment)
+    guard = document.get(Kind.GUARD.value)
+    if given is None or not isinstance(guard, dict):
+        return []
+    name, size = given
+    guard["pool-bytes"] = size
+    return [f"{name}: each worker's pool has {size / 10**9:g} GB"]
 
 
 def count_gpus() -> int:

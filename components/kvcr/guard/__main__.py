@@ -121,6 +121,11 @@ def _allow_descriptors() -> None:
 
 def _settings(arguments: list[str] | None) -> dict[str, Any]:
     """Environment first, flags over it."""
+    return {**from_environment(os.environ), **flags(arguments)}
+
+
+def flags(arguments: list[str] | None) -> dict[str, Any]:
+    """The settings given on a command line."""
     parser = argparse.ArgumentParser(
         prog="kvcr.guard", description=__doc__, argument_default=argparse.SUPPRESS
     )
@@ -149,7 +154,7 @@ def _settings(arguments: list[str] | None) -> dict[str, Any]:
     flag("--nice", help="niceness, -20 to 19, if allowed (default: -10)")
     flag("--cluster", action="store_true", help="join Dynamo: registration, events, discovery")
     flag("--remove-pool-on-exit", action="store_true")
-    return {**from_environment(os.environ), **vars(parser.parse_args(arguments))}
+    return vars(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
