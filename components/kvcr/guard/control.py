@@ -14,6 +14,7 @@ import zmq
 
 from kvcr.errors import ConfigError
 from kvcr.guard.addresses import is_loopback, split_host
+from kvcr.guard.door import Door
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.rarely import Rarely
@@ -23,6 +24,7 @@ from kvcr.protocol.peer import MAX_CONTROL_BYTES
 log = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_MONITOR_ENDPOINT = "inproc://kvcr-control-events"
 _HIGH_WATER_MARK = 64
 """Messages queued in ZMQ for one connection in one direction, of at most 256 KiB each: 16 MiB."""
 
@@ -37,7 +39,6 @@ MAX_CONNECTIONS = 1024
 limit, and a process without descriptors left can serve nobody."""
 
 _DESCRIPTORS_SHARE = 4
-_REOPEN_S = 0.2
 
 
 class Port:
@@ -127,29 +128,33 @@ class ControlServer:
         else:
             _require_loopback(bind)
         try:
-            sock.bind(bind)
-        except zmq.ZMQError as error:
+            self._door = Door(bind)
+        except ConfigError:
             sock.close(linger=0)
-            raise ConfigError(
-                f"control endpoint {bind!r} cannot be bound: {error.strerror}; choose another"
-            ) from error
-        self.bound = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise
+        self.bound = self._door.endpoint
         """What is listened on."""
         self.endpoint = _advertised(self.bound, advertise)
         """What peers are told."""
         self._sock = sock
         self._loop = loop
-        self._open = True
         self._connected: set[int] = set()
         """Descriptors of accepted connections."""
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = min(MAX_CONNECTIONS, max(16, descriptors // _DESCRIPTORS_SHARE))
-        monitor = sock.get_monitor_socket(
+        sock.monitor(
+            _MONITOR_ENDPOINT,
             zmq.EVENT_ACCEPTED
             | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         )
+        monitor = context.socket(zmq.PAIR)
+        # No limit, or events of a rush are lost, and the count is wrong for ever.
+        monitor.rcvhwm = monitor.linger = 0
+        monitor.connect(_MONITOR_ENDPOINT)
+        sock.use_fd = self._door.descriptor()
+        sock.bind(self.bound)
         self._port = Port(loop, sock, self._received)
         self._monitor = Port(loop, monitor, self._observed)
 
@@ -162,6 +167,7 @@ class ControlServer:
         self._sock.disable_monitor()
         self._monitor.close()
         self._port.close()
+        self._door.close()
         if self._zap is not None:
             self._zap.close()
 
@@ -188,24 +194,11 @@ class ControlServer:
                 self._connected.discard(descriptor)
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 self.refused("handshake", "a connection that does not speak as we do, or not at all")
-        if self._open and len(self._connected) > self._limit:
-            self._open = False
-            self._sock.unbind(self.bound)
+        if not self._door.shut and len(self._connected) > self._limit:
+            self._door.close_to_newcomers()
             self.refused("too_many", f"more than {self._limit} connections")
-            self._loop.later(_REOPEN_S, self._reopen)
-
-    def _reopen(self) -> None:
-        if self._sock.closed:
-            return
-        if len(self._connected) <= self._limit * 3 // 4:
-            try:
-                self._sock.bind(self.bound)
-            except zmq.ZMQError as error:
-                self._rarely.warning("control: %s cannot be bound again yet: %s", self.bound, error)
-            else:
-                self._open = True
-                return
-        self._loop.later(_REOPEN_S, self._reopen)
+        elif self._door.shut and len(self._connected) <= self._limit * 3 // 4:
+            self._door.reopen()
 
     def _reply(self, way_back: list[bytes], raw: bytes) -> None:
         self._port.send([*way_back, raw])

@@ -40,6 +40,7 @@ STEPS_IN_FLIGHT = 2
 OVERLOADED = "too many slots wait in quarantine for reads that timed out"
 
 MAX_PULLS = 1024
+_PENDING = np.uint8(BlockStatus.PENDING)
 MAX_SOURCES = 64
 MAX_DEADLINE_S = 60.0
 
@@ -98,10 +99,10 @@ class _Active:
     links: list[PeerLink]
     pool: Pool
     context: PeerContext
+    owned: npt.NDArray[np.bool_]
+    """Blocks that others may be waiting for."""
     accounts: dict[int, _Account] = field(default_factory=dict)
     timers: list[Timer] = field(default_factory=list)
-    owned: set[int] = field(default_factory=set)
-    """Blocks that others may be waiting for."""
     steps: int = 0
     reported: bool = False
     """The final FetchProgress was sent."""
@@ -235,6 +236,7 @@ class Fetches:
             links=[self._host.peers.link(context, source.endpoint) for source in fetch.sources],
             pool=pool,
             context=context,
+            owned=np.zeros(count, np.bool_),
         )
         self._active[active.number] = active
         found = pool.lookup(fetch.keys)
@@ -326,7 +328,7 @@ class Fetches:
             key = active.keys[index]
             owner = self._getting.setdefault(key, active)
             if owner is active:
-                active.owned.add(index)
+                active.owned[index] = True
             else:
                 joined.append(index)
                 self._waiting.setdefault(key, []).append((active, index))
@@ -335,10 +337,13 @@ class Fetches:
     def _resolve(self, active: _Active) -> None:
         """Tell those who wait for our blocks what became of them."""
         statuses = active.pull.statuses
-        ended = [index for index in active.owned if statuses[index] != BlockStatus.PENDING]
+        # A pull of 2,048 blocks is told of in as many steps as it takes: only what is new is looped over.
+        ended = active.owned & (statuses != _PENDING)
+        if not ended.any():
+            return
+        active.owned &= ~ended
         waiting: dict[int, _Active] = {}
-        for index in ended:
-            active.owned.discard(index)
+        for index in np.flatnonzero(ended).tolist():
             key = active.keys[index]
             if self._getting.get(key) is active:
                 del self._getting[key]

@@ -51,6 +51,9 @@ ANSWER_TIMEOUT_S = 1.0
 NIXL_TIMEOUT_S = 5.0
 """Of a hello that wants NIXL: the peer may have to make its agent, 0.7 s in a fresh process, or several."""
 
+LATE_S = 0.01
+"""Between the end of a wait for an answer and the verdict."""
+
 UNIX_TIMEOUT_S = 0.3
 """After it the conversation stays on ZMQ."""
 
@@ -459,8 +462,16 @@ class PeerLink:
             return
         # A peer that does not answer may be paused with our messages queued: the link starts afresh.
         reason = f"no answer within {timeout_s:.2f} s"
-        timer = self._context.loop.later(timeout_s, lambda: self._lost(reason, silent=True))
-        self._pending[op] = _Pending(done, timer)
+        loop = self._context.loop
+
+        def late() -> None:
+            # The answer may be there already, unread, if this thread had much to do: it is read before then.
+            pending = self._pending.get(op)
+            if pending is not None:
+                timer = loop.later(LATE_S, lambda: self._lost(reason, silent=True))
+                self._pending[op] = pending._replace(timer=timer)
+
+        self._pending[op] = _Pending(done, loop.later(timeout_s, late))
         self._channel.send(to_server.encode(message))
 
     def _received(self, raw: bytes) -> None:
