@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any sequence of operations: every slot is accounted for, and lookups say what a dict would."""
+"""Any sequence of operations: every slot is accounted for, and lookups say what a dict would.
+
+Store (grant, commit, or abort by giving back), load (lease, check, end of the lease), evict, quarantine, and
+the guard that restarts in good order or dies between any two of its stores. A pull is a grant to the guard
+itself (the empty engine id); one that ends badly is given back or quarantined.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +36,37 @@ PART_BYTES = 64
 
 Held = dict[int, int]
 """slot -> generation"""
+
+
+class Killed(Exception):
+    """The guard is gone, at this store."""
+
+
+class DyingBackend:
+    """Stores go through until the guard dies at one of them; of a batch to publish, a part may be done."""
+
+    def __init__(self, backend: Any, after: int, part: float) -> None:
+        self._backend = backend
+        self._left = after
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        return self._dying(name, method) if name in ("store_words", "remove", "publish") else method
+
+    def _dying(self, name: str, method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if self._left == 0:
+                if name == "publish":
+                    *tables, indexed, now_s = arguments
+                    columns = tables[-7:]
+                    some = int(len(indexed) * self._part)
+                    method(*tables[:-7], *(column[:some] for column in columns), indexed[:some], now_s)
+                raise Killed
+            self._left -= 1
+            return method(*arguments)
+
+        return call
 
 
 def granted(slots: Held) -> Granted:
@@ -179,6 +217,73 @@ class PoolMachine(RuleBasedStateMachine):
         self.leases.clear()
         assert (self.pool.counts(), self.pool.digest) == (counts, digest)
         assert self.pool.recovery.damaged == self.pool.recovery.duplicates == 0
+
+    @rule(data=st.data(), after=st.integers(0, 3), part=st.floats(0, 1))
+    def die(self, data: st.DataObject, after: int, part: float) -> None:
+        """kill -9 in the middle of an operation, and a successor: only an eviction loses committed blocks."""
+        deeds = ["allocate", "tick"]
+        deeds += ["commit", "give_back"] if self.granted else []
+        deeds += ["evict"] if self.ready else []
+        deed = data.draw(st.sampled_from(deeds))
+        batch = dict(list(self.granted.items())[:3])
+        blocks = data.draw(
+            st.lists(st.integers(0, BLOCKS - 1), min_size=len(batch), max_size=len(batch), unique=True)
+        )
+        victims = list(self.ready)[:2]
+        self.pool._backend = DyingBackend(self.pool._backend, after, part)
+        with contextlib.suppress(Killed):
+            if deed == "allocate":
+                self.pool.allocate(2, self.now_s, engine_id="engine-1")
+            elif deed == "commit":
+                commit(self.pool, granted(batch), blocks, self.now_s)
+            elif deed == "give_back":
+                self.pool.give_back(*granted(batch))
+            elif deed == "evict":
+                slots = np.array([self.ready[block][0] for block in victims], np.int32)
+                self.pool.evict(slots, self.now_s, "test")
+            else:
+                self.pool.tick(self.now_s)
+        leased = set(self.leases)
+        self.pool.close()
+        self.pool = Pool.attach(self.pool.dir, guard_incarnation=3)
+        self.leases.clear()
+        assert self.pool.recovery.damaged == self.pool.recovery.duplicates == 0
+        attempted = dict(zip(blocks, batch.items(), strict=True)) if deed == "commit" else {}
+        self._learn(
+            attempted, gone=victims if deed == "evict" else [], evicts=deed == "allocate", leased=leased
+        )
+
+    def _learn(
+        self,
+        attempted: dict[int, tuple[int, int]],
+        *,
+        gone: list[int],
+        evicts: bool,
+        leased: set[tuple[int, int]],
+    ) -> None:
+        """Bring the model to what a successor found, which must be before or after each single step."""
+        for block in range(BLOCKS):
+            hits = self.pool.lookup(keys(block))
+            where = (int(hits.slots[0]), int(hits.generations[0]))
+            had = self.ready.pop(block, None)
+            if where[0] >= 0:
+                assert where == (had or attempted.get(block))
+                self.ready[block] = where
+            elif had is not None:
+                assert block in gone or (evicts and had not in leased), "a committed block was lost"
+                self.stale[had[0]] = had[1]
+        before = self.granted
+        self.granted = {}
+        for engine in ("", "engine-1"):
+            slots, generations = self.pool.grants(engine)
+            self.granted.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        committed = set(self.ready.values())
+        self.stale.update(
+            (slot, generation)
+            for slot, generation in before.items()
+            if self.granted.get(slot) != generation and (slot, generation) not in committed
+        )
+        self.known = {key(block) for block in self.ready}
 
     @rule()
     def reclaim_the_engine(self) -> None:
