@@ -6,6 +6,7 @@ The core depends on no metrics library; this is the small part of one that it ne
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -250,8 +251,10 @@ def _serve(registry: Registry, listener: socket.socket) -> None:
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE if path == "/metrics" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            # Who asked may have given up meanwhile.
+            with contextlib.suppress(ConnectionError):
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Scrapes are not worth a log line."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvcr.dynamo.orders import Orders, RouterMode
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import (
     ACTION_VERSION,
@@ -95,9 +96,15 @@ class Actor:
     """Sends actions and collects results. ``publish`` raises nothing and drops while NATS is away."""
 
     def __init__(
-        self, publish: Callable[[str, bytes], Awaitable[bool]], namespace: str, router: str, metrics: Metrics
+        self,
+        publish: Callable[[str, bytes], Awaitable[bool]],
+        namespace: str,
+        router: str,
+        metrics: Metrics,
+        orders: Orders | None = None,
     ) -> None:
         """``publish`` says whether the message was handed to NATS."""
+        self._orders = orders or Orders()
         self._publish = publish
         self._namespace = namespace
         self._router = router
@@ -130,6 +137,15 @@ class Actor:
                 msgspec.json.encode(envelope(plan_id, actions)),
                 expires,
             )
+            if self._orders.mode is not RouterMode.ON:
+                for each in actions:
+                    self._report(
+                        batch,
+                        each["action_id"],
+                        result=ActionCode.REFUSED.value,
+                        detail=f"the routers are in mode {self._orders.mode}: nothing is moved",
+                    )
+                continue
             try:
                 sent = await self._publish(actions_subject(self._namespace, guard), event.encode(act))
                 problem = "" if sent else "NATS is away"

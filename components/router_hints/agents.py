@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
-from nats.js.api import DiscardPolicy
-from nats.js.errors import NotFoundError
 
-from kvcr.protocol.events import actions_subject, results_subject
+from kvcr.dynamo.actions import ensure_stream
+from kvcr.dynamo.orders import Orders
+from kvcr.protocol.events import results_subject
 from kvcr.protocol.signals import signals_subject
 from router_hints.actions import Actor
 from router_hints.arrivals import Arrivals
@@ -54,6 +54,7 @@ class Agents:
         metrics: Metrics,
         bus: Bus,
         placement: Callable[[], Placement],
+        orders: Orders,
     ) -> None:
         """``placement()`` is asked when the first signal or request is planned."""
         self._bus = bus
@@ -71,7 +72,7 @@ class Agents:
             index=index,
             ledger=ledger,
             placement=placement,
-            actor=Actor(bus.publish, settings.namespace, name, metrics),
+            actor=Actor(bus.publish, settings.namespace, name, metrics, orders),
             plans=plans,
         )
         self._desk = desk
@@ -136,7 +137,7 @@ class Agents:
     async def _connected(self, client: Client) -> None:
         self.replicas.hello()
         try:
-            await _ensure_stream(client, self._namespace)
+            await ensure_stream(client.jetstream(), self._namespace)
         except (NatsError, TimeoutError) as error:
             log.warning("no JetStream for actions (%s): guards that are away do not get them later", error)
 
@@ -148,18 +149,3 @@ class Agents:
 
     async def _answer(self, payload: bytes, _: dict[str, str]) -> bytes:
         return await self._intake.answer(payload)
-
-
-async def _ensure_stream(client: Client, namespace: str) -> None:
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in namespace)
-    jetstream = client.jetstream()
-    with contextlib.suppress(NotFoundError):
-        await jetstream.stream_info(f"KVCR_ACTIONS_{plain}")
-        return
-    await jetstream.add_stream(
-        name=f"KVCR_ACTIONS_{plain}",
-        subjects=[actions_subject(namespace, "*")],
-        max_age=600.0,
-        max_bytes=64 << 20,
-        discard=DiscardPolicy.OLD,
-    )

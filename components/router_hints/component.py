@@ -13,6 +13,7 @@ from typing import Any
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import Client, DistributedRuntime
 
+from kvcr.dynamo.orders import Orders
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import state_subject
 from router_hints.agents import Agents
@@ -48,7 +49,8 @@ class RouterComponent:
         self._settings = settings
         self._runtime = runtime
         self._metrics = Metrics()
-        self._workers = WorkerTable(settings.block_size)
+        self._orders = Orders()
+        self._workers = WorkerTable(settings.block_size, draining=self._orders.draining)
         self._guards = GuardDirectory(domain_required=settings.domain_required)
         self._index = LocationIndex(max_blocks=settings.index_blocks)
         self._ledger = Ledger()
@@ -91,6 +93,7 @@ class RouterComponent:
             metrics=self._metrics,
             bus=self._bus,
             placement=self._planning,
+            orders=self._orders,
         )
         self._discovery = Discovery(
             settings,
@@ -98,6 +101,7 @@ class RouterComponent:
             self._guards,
             on_guard=self._guard_seen,
             on_guard_gone=self._forget_guard,
+            orders=self._orders,
         )
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -149,6 +153,7 @@ class RouterComponent:
             deadline_ms=self._settings.deadline_ms,
             router=self._name,
             replicas=lambda: (1 + len(replicas.others()), replicas.stale_s),
+            orders=self._orders,
         )
 
         async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
@@ -201,12 +206,14 @@ class RouterComponent:
         )
         log.info("router %s serves %s", self._name, settings.model_name)
         explain = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.explain")
+        status = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.status")
         await asyncio.gather(
             self._endpoint.serve_endpoint(
                 dispatcher.generate, metrics_labels=[("model", settings.model_name)]
             ),
             # The payload makes /health turn ready once we serve, and is a harmless request for canaries.
             explain.serve_endpoint(self._explain, health_check_payload={"last": 1}),
+            status.serve_endpoint(self._status),
         )
 
     async def _explain(self, query: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
@@ -217,6 +224,22 @@ class RouterComponent:
             request_id=str(query.get("request_id") or ""),
             last=int(query.get("last") or 20),
         )
+
+    async def _status(self, _: Any) -> AsyncIterator[dict[str, Any]]:
+        """Orders in force, and what each worker is busy with as this router knows it."""
+        now_s = time.monotonic()
+        loads = self._ledger.loads(now_s)
+        workers = {}
+        for worker_id in sorted(self._alive):
+            card = self._workers.card(worker_id)
+            ranks = [(worker_id, rank) for rank in range(card.first_rank, card.first_rank + card.ranks)]
+            workers[f"{worker_id:x}"] = {
+                "guard": self._guard_beside(worker_id),
+                "requests": sum(loads.of(rank).requests for rank in ranks),
+                "down": self._workers.is_down(worker_id, now_s) or self._workers.is_dead(worker_id),
+                "draining": worker_id in self._orders.draining,
+            }
+        yield {"router": self._name, "mode": self._orders.mode.value, "workers": workers}
 
     # --- what changes around us --------------------------------------------------------------------
 

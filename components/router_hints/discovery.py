@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from kvcr.dynamo.etcd import Changes, EtcdClient, EtcdError, KeyValue, connect, tls_from_environment
+from kvcr.dynamo.orders import Orders, orders_prefix
 from kvcr.dynamo.records import InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
 from router_hints.cards import card_prefix, parse_card
@@ -36,6 +37,7 @@ class Discovery:
         guards: GuardDirectory,
         on_guard: Callable[[Guard], None],
         on_guard_gone: Callable[[str], None],
+        orders: Orders,
     ) -> None:
         """``on_guard`` is called for new and changed records, ``on_guard_gone`` with a name."""
         self._settings = settings
@@ -43,6 +45,8 @@ class Discovery:
         self._guards = guards
         self._on_guard = on_guard
         self._on_guard_gone = on_guard_gone
+        self._orders = orders
+        self._orders_prefix = orders_prefix(settings.namespace)
         self._guard_prefix = guards_prefix(settings.namespace)
         self._card_prefix = card_prefix(
             settings.namespace, settings.worker_component, settings.worker_endpoint
@@ -58,6 +62,7 @@ class Discovery:
         self._tasks = [
             loop.create_task(self._follow(self._etcd, self._guard_prefix, self._guard_changes)),
             loop.create_task(self._follow(self._etcd, self._card_prefix, self._card_changes)),
+            loop.create_task(self._follow(self._etcd, self._orders_prefix, self._order_changes)),
         ]
 
     async def close(self) -> None:
@@ -103,6 +108,15 @@ class Discovery:
         if self._guards.drop(name) is not None:
             log.info("guard %s is gone", name)
             self._on_guard_gone(name)
+
+    # --- orders ------------------------------------------------------------------------------------
+
+    def _order_changes(self, changes: Changes) -> None:
+        before = self._orders.mode
+        for line in self._orders.apply(self._orders_prefix, changes):
+            log.error("%s", line)
+        if self._orders.mode is not before:
+            log.warning("mode is %s now, it was %s", self._orders.mode, before)
 
     # --- workers -----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcr.dynamo.orders import Orders, RouterMode
 from kvcr.keys import KEY_BYTES, KeySpace, extend_chain, pack_keys, unpack_keys
 from router_hints.cards import WorkerCard
 from router_hints.chains import Chain
@@ -25,6 +27,8 @@ from router_hints.planner import Plan, RequestView, Worker, plan
 from router_hints.requests import Prompt
 from router_hints.turns import SessionView, Turn
 from router_hints.workers import WorkerTable
+
+log = logging.getLogger(__name__)
 
 Overlap = Callable[[Prompt], Awaitable[dict[Rank, int]]]
 Alive = Callable[[], Collection[int]]
@@ -61,6 +65,7 @@ class Placement:
         deadline_ms: float,
         router: str,
         replicas: Callable[[], tuple[int, float]] = lambda: (1, 0.0),
+        orders: Orders | None = None,
     ) -> None:
         """``replicas()``: how many routers share the workers, and the age of what is known of the others.
         ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
@@ -77,6 +82,7 @@ class Placement:
         self._deadline_ms = deadline_ms
         self._router = router
         self._replicas = replicas
+        self._orders = orders or Orders()
         self._heat = Heat()
 
     async def place(
@@ -105,6 +111,10 @@ class Placement:
             space = target.key_space(prompt.salt)
             keys = unpack_keys(chains.get(space, b"")) if space is not None and made.sources else []
             hint = build_envelope(made, keys, deadline_ms=self._deadline_ms)
+        if hint is not None and self._orders.mode is RouterMode.SHADOW:
+            blocks = sum(source.count for source in made.sources)
+            log.info("shadow: plan %s would copy %d blocks to worker %x", made.plan_id, blocks, made.rank[0])
+            hint = None
         self._metrics.plan_seconds.observe(time.perf_counter() - begun)
         self._count(made, prompt)
         return Placed(made, hint, target)
@@ -150,10 +160,12 @@ class Placement:
         keyed: bool,
     ) -> Plan:
         routers, stale_s = self._replicas()
+        held = self._look_up(chains, view.reusable_blocks)
+        off = self._orders.mode is RouterMode.OFF
         return plan(
             view,
             [worker for worker, _ in candidates],
-            self._look_up(chains, view.reusable_blocks).without(self._silent()),
+            held.without(held.guards if off else self._silent()),
             self._guards.holders if keyed else {},
             self._ledger.loads(time.monotonic(), routers=routers, stale_s=stale_s),
             self._costs,

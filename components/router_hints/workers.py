@@ -7,7 +7,7 @@ Pure: who is alive comes from the Dynamo client, cards from etcd, the time is an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from router_hints.cards import WorkerCard
@@ -31,6 +31,8 @@ class WorkerTable:
     """State of all workers of one endpoint. One thread."""
 
     block_size: int
+    draining: Collection[int] = ()
+    """Workers that get no new request, by order of the operator."""
     _cards: dict[int, WorkerCard] = field(default_factory=dict)
     _down: dict[int, _Down] = field(default_factory=dict)
     _dead_until_s: dict[int, float] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class WorkerTable:
             for card in map(self.card, sorted(alive))
             if card.worker_id not in excluded
             and card.worker_id not in self._dead_until_s
+            and card.worker_id not in self.draining
             and not self._refusal(card)
             and (card.worker_id not in self._down or self._down[card.worker_id].until_s <= now_s)
         ]

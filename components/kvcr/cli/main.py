@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from kvcr.cli import acts, fleet, graph, settings
+from kvcr.cli import acts, fleet, graph, orders, settings
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fleet.run(arguments)
         if arguments.command in acts.COMMANDS:
             return acts.run(arguments)
+        if arguments.command in orders.COMMANDS:
+            return orders.run(arguments)
         if arguments.command == "config":
             return settings.run(arguments)
         if arguments.command == "graph":
@@ -101,6 +103,7 @@ def _parse(
     graph.add_parser(commands)
     fleet.add_parsers(commands)
     acts.add_parsers(commands)
+    orders.add_parsers(commands)
     settings.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check what this machine and environment can do")

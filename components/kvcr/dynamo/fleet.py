@@ -12,10 +12,13 @@ from typing import Any
 
 from kvcr.dynamo.component import COMPONENT, prepare_environment
 from kvcr.dynamo.etcd import EtcdClient, connect, tls_from_environment
+from kvcr.dynamo.orders import drain_key, mode_key
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
 
 ANSWER_TIMEOUT_S = 5.0
+ROUTER = "router"
+"""Component that our router registers as, unless it was told another name."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,44 @@ class Fleet:
 
         return list(await asyncio.gather(*(one(record) for record in records)))
 
-    async def _client(self, endpoint: str) -> Any:
-        if endpoint not in self._clients:
+    async def routers(self) -> list[dict[str, Any]]:
+        """What every router says of itself; those that do not answer are left out."""
+        client = await self._client("status", ROUTER)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                while not client.instance_ids():
+                    await asyncio.sleep(0.05)
+        answers = []
+        for instance in sorted(client.instance_ids()):
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    stream = await client.direct({}, instance, annotated=False)
+                    answers += [answer async for answer in stream]
+            except Exception as error:  # noqa: BLE001, the runtime raises plain ones
+                self.ignored[f"router {instance:x}: {error or type(error).__name__}"] += 1
+        return answers
+
+    async def order_mode(self, mode: str) -> None:
+        """Tell the routers; they follow etcd. Raises EtcdUnavailable."""
+        assert self._etcd is not None
+        await self._etcd.put(mode_key(self.deployment.namespace), mode.encode())
+
+    async def order_drain(self, worker_id: int, draining: bool) -> None:
+        """No new requests for this Dynamo instance, or requests again. Raises EtcdUnavailable."""
+        assert self._etcd is not None
+        key = drain_key(self.deployment.namespace, worker_id)
+        if draining:
+            await self._etcd.put(key, b"{}")
+        else:
+            await self._etcd.delete(key)
+
+    async def _client(self, endpoint: str, component: str = COMPONENT) -> Any:
+        path = f"{self.deployment.namespace}.{component}.{endpoint}"
+        if path not in self._clients:
             if self._runtime is None:
                 self._runtime = self._make_runtime()
-            path = f"{self.deployment.namespace}.{COMPONENT}.{endpoint}"
-            self._clients[endpoint] = await self._runtime.endpoint(path).client()
-        return self._clients[endpoint]
+            self._clients[path] = await self._runtime.endpoint(path).client()
+        return self._clients[path]
 
     def _make_runtime(self) -> Any:
         os.environ["ETCD_ENDPOINTS"] = self.deployment.etcd

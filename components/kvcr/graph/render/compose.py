@@ -32,7 +32,8 @@ NETWORK = "kvcr"
 _POOL_OVERHEAD = 1.05
 """Directory and index beside the blocks: 200 bytes for a block of 1.5 MB, more for smaller ones."""
 _ROLES = {Kind.GUARD: "guard", Kind.WORKER: "worker", Kind.ROUTER: "router", Kind.FRONTEND: "frontend"}
-_HEALTH_SECONDS = {Kind.GUARD: 60, Kind.WORKER: 900, Kind.ROUTER: 120, Kind.FRONTEND: 120}
+_HEALTH_SECONDS = {Kind.GUARD: 60, Kind.WORKER: 900, Kind.ROUTER: 900, Kind.FRONTEND: 120}
+"""A worker loads weights first, and the router is ready with the first worker."""
 
 
 def render_compose(graphs: Mapping[str, Graph]) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr drain`` and ``kvcr mode``: a live router obeys, and the command says what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from router_stack import BLOCK, ROOT, Stack, Worker, until
+from tiny_tokenizer import write_model
+from tokenizers import Tokenizer
+
+pytestmark = pytest.mark.timeout(240)
+
+BLOCKS = 20
+
+
+class Scene:
+    """A router, and two workers of which the first one's guard holds a prompt."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        stack.frontend()
+        stack.router("--prefill-tokens-per-s", "2000")
+        self.guard, control = stack.guard("g0")
+        _, other = stack.guard("g1")
+        self.holder = stack.worker("w0", "--control", control)
+        self.other = stack.worker("w1", "--control", other)
+        stack.ready()
+        self._prompts = 0
+
+    def held(self) -> str:
+        """A prompt that nobody asked for yet and whose blocks the first worker's guard has."""
+        self._prompts += 1
+        prompt = f"{self._prompts}. prompt, held by the first. ".ljust(BLOCKS * BLOCK + 5, "x")
+        encoder = Tokenizer.from_file(str(self.stack.model / "tokenizer.json"))
+        before = self.stack.indexed("g0")
+        self.guard.tell(store=encoder.encode(f"<|user|>{prompt}<|assistant|>").ids)
+        until(lambda: self.stack.indexed("g0") >= before + BLOCKS, "the inventory is indexed")
+        return prompt
+
+    def kvcr(self, *words: str, code: int = 0) -> dict[str, Any]:
+        environment = {**os.environ, **self.stack.environment, "PYTHONPATH": str(ROOT / "components")}
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcr.cli", *words, "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
+        return found
+
+    def asked(self, worker: Worker, **options: Any) -> dict[str, Any]:
+        """Ask for a held prompt, pinned to a worker; the request as that worker got it."""
+        prompt = self.held()
+        worker.silent("-")
+        pin = {"annotations": [f"kvcr.worker:{worker.worker_id}"]}
+        assert self.stack.ask(prompt, nvext=pin, **options)[0] == 200
+        request: dict[str, Any] = worker.expect("request")["request"]
+        return request
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    stack = Stack(tmp_path_factory.mktemp("stack"), write_model(tmp_path_factory.mktemp("model") / "tiny"))
+    try:
+        yield Scene(stack)
+    finally:
+        stack.close()
+
+
+def test_in_shadow_mode_a_plan_is_made_and_nothing_is_moved(scene: Scene) -> None:
+    assert scene.asked(scene.other).get("kv_hint"), "with mode on there is a hint"
+    assert set(scene.kvcr("mode", "shadow").values()) == {"shadow"}
+    try:
+        plans = scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="peer"}']
+        assert not scene.asked(scene.other).get("kv_hint")
+        after = scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="peer"}']
+        assert after > plans, "the plan still counts what it would have copied"
+    finally:
+        assert set(scene.kvcr("mode", "on").values()) == {"on"}
+    assert scene.asked(scene.other).get("kv_hint")
+
+
+def test_off_plans_as_if_there_were_no_pools(scene: Scene) -> None:
+    assert set(scene.kvcr("mode", "off").values()) == {"off"}
+    try:
+        plans = scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="peer"}']
+        assert not scene.asked(scene.other).get("kv_hint")
+        assert scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="peer"}'] == plans
+    finally:
+        assert set(scene.kvcr("mode", "on").values()) == {"on"}
+    assert set(scene.kvcr("mode").values()) == {"on"}, "asked without an argument it only tells"
+
+
+def test_a_drained_worker_gets_nothing_new_and_its_requests_go_on(scene: Scene) -> None:
+    holder = scene.holder
+    answers: list[int] = []
+    hang = {"headers": {"x-dynamo-meta-behaviour": "slow"}}
+    pin = {"annotations": [f"kvcr.worker:{holder.worker_id}"]}
+    holder.silent("-")
+    running = threading.Thread(
+        target=lambda: answers.append(
+            scene.stack.ask("Takes its time. ".ljust(200, "y"), nvext=pin, timeout_s=60, **hang)[0]
+        )
+    )
+    running.start()
+    holder.expect("request")
+    report = scene.kvcr("drain", "g0", "--wait-s", "60")
+    running.join(60)
+    assert answers == [200], "what ran was not disturbed"
+    assert report == {"worker": f"{holder.worker_id:x}", "draining": True, "requests": 0}
+    holder.silent("-")
+    for number in range(4):
+        assert scene.stack.ask(f"{number} " + scene.held())[0] == 200
+    assert holder.silent("request"), "a drained worker got a request"
+    hint = scene.asked(scene.other)["kv_hint"]
+    assert hint["actions"][0]["payload"]["sources"][0]["guard"] == "g0", "its pool is still read"
+    scene.kvcr("drain", f"{holder.worker_id:x}", "--undo")
+    assert scene.asked(holder)
+
+
+def test_an_unknown_worker_is_refused_with_the_known_ones(scene: Scene) -> None:
+    error = scene.kvcr("drain", "g9", code=2)["error"]
+    assert "no worker 'g9'" in error
+    assert "(g0)" in error
