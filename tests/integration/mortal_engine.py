@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ ANSWER_S = 30.0
 class MortalEngine:
     """The process; ended with the context."""
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, prefix: Sequence[str] = ()) -> None:
+        """``prefix``: a command that runs the engine, e.g. in another namespace."""
         paths = os.pathsep.join([str(COMPONENTS), os.path.dirname(__file__)])
         self._process = subprocess.Popen(
-            [sys.executable, __file__, socket_path],
+            [*prefix, sys.executable, __file__, socket_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths},
