@@ -227,13 +227,6 @@ def test_it_comes_back_and_computes_only_the_remainder_of_what_it_knew(
     assert back.guards[survivor.guard].total("kvcr_served_blocks_total") == 0
 
 
-def test_a_chat_that_only_it_knows_runs_there_again(agg: Agg, back: Return) -> None:
-    graph = graphs.load(agg.graph.run_dir)
-    seen = observe(graph, messages(KNOWN), max_tokens=SHORT)
-    assert seen.worker == graph.workers[0]
-    assert seen.pulled_blocks == 0
-
-
 def test_nothing_of_either_engine_is_left(agg: Agg, back: Return) -> None:
     """Stops the graph: no later test of this module may use it."""
     assert agg.serving.stop() == 0
