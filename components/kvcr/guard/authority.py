@@ -61,6 +61,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+COLLECT_S = 0.002
+"""Changes of the pool are gathered for this long: an event takes as much time to make as a block to copy."""
+
 TICK_S = 1.0
 """The only timer of an idle guard."""
 
@@ -128,6 +131,7 @@ class Guard:
         self._last_tick_s = 0.0
         self._busy_s = time.monotonic()
         self._self_checked = False
+        self._collecting = False
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
@@ -465,11 +469,14 @@ class Guard:
         return self._nixl
 
     def pool_changed(self) -> None:
-        """Publish what changed at the end of this round."""
+        """Publish what changed, a moment later."""
         self._not_idle()
-        self.loop.defer(self._collect)
+        if not self._collecting:
+            self._collecting = True
+            self.loop.later(COLLECT_S, self._collect)
 
     def _collect(self) -> None:
+        self._collecting = False
         if self.pool is None:
             return
         self.inventory.collect(self.pool)

@@ -18,7 +18,7 @@ from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u32, u64
 from kvcr.protocol.engine import Committed, Filled, Return, ToEngine
-from kvcr.transfer.base import LocalRegions
+from kvcr.transfer.base import INLINE_BYTES, LocalRegions
 from kvcr.transfer.mover import MoverPool
 
 
@@ -116,7 +116,10 @@ class Deposits:
             self._host.pool_changed()
             answer(Committed(pool.epoch, slots.tobytes(), generations.tobytes()))
 
-        self._movers.submit(lambda: local.checksums(slots), hashed)
+        if len(slots) * local.block_bytes <= INLINE_BYTES:
+            hashed(local.checksums(slots))
+        else:
+            self._movers.submit(lambda: local.checksums(slots), hashed)
 
     def returned(self, message: Return, rank: int | None) -> None:
         """Slots that will not be filled; ``rank`` is None for the scheduler, whose slots no rank was told of.

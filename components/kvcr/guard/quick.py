@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
@@ -18,16 +19,11 @@ from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
 from kvcr.protocol.peer import Release
-from kvcr.transfer.base import Step
+from kvcr.transfer.base import INLINE_BYTES, Step
 from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 
-INLINE_BYTES = 2 << 20
-"""Most that is copied on the authority thread: 0.2 to 0.5 ms of it. Handing a copy to a mover and its result
-back takes longer than that when the machine is busy, and 64 engines' pulls of this size then queue for
-both threads."""
-
 TELL_S = 0.02
-"""Sources are told what was read from them once in such a while: nobody waits for it."""
+"""Sources are told what was read from them, and meters count it, this often: nobody waits for it."""
 
 
 class Pulled(NamedTuple):
@@ -53,6 +49,9 @@ class QuickPulls:
         self._meters = meters
         self._read: dict[PeerLink, int] = {}
         """Blocks of each peer that it was not told of."""
+        self._seconds: list[float] = []
+        self._results: Counter[str] = Counter()
+        self._refused = 0
 
     def pull(
         self,
@@ -137,24 +136,31 @@ class QuickPulls:
 
     def _account(self, link: PeerLink, count: int, refused: int, seconds: float, block_bytes: int) -> None:
         self._host.pool_changed()
-        meters = self._meters
-        meters.pulled_blocks.inc(count, transport=ShmTransport.name)
-        meters.pulled_bytes.inc(count * block_bytes, transport=ShmTransport.name)
-        meters.pull_seconds.observe(seconds)
-        if refused:
-            meters.failed_blocks.inc(refused, status=BlockStatus.FAILED.name.lower())
-        meters.fetches.inc(result="partial" if refused else "ok")
         if not self._read:
             self._loop.later(TELL_S, lambda: self._tell(block_bytes))
         self._read[link] = self._read.get(link, 0) + count
+        self._seconds.append(seconds)
+        self._results["partial" if refused else "ok"] += 1
+        self._refused += refused
 
     def _tell(self, block_bytes: int) -> None:
-        """No lease ends with this; it keeps the counters of both sides equal."""
+        """Count what was read. No lease ends with the message; it keeps the counters of both sides equal."""
         read, self._read = self._read, {}
+        meters, name = self._meters, ShmTransport.name
         for link, count in read.items():
-            link.release(
-                Release(0, block_count=count, byte_count=count * block_bytes, transport=ShmTransport.name)
-            )
+            nbytes = count * block_bytes
+            link.release(Release(0, block_count=count, byte_count=nbytes, transport=name))
+            meters.pulled_blocks.inc(count, transport=name)
+            meters.pulled_bytes.inc(nbytes, transport=name)
+        for seconds in self._seconds:
+            meters.pull_seconds.observe(seconds)
+        for result, count in self._results.items():
+            meters.fetches.inc(count, result=result)
+        if self._refused:
+            meters.failed_blocks.inc(self._refused, status=BlockStatus.FAILED.name.lower())
+        self._seconds.clear()
+        self._results.clear()
+        self._refused = 0
 
 
 def _covered(fetch: Fetch, count: int) -> bool:
