@@ -176,5 +176,5 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("guard ACTIVE", lambda r: "no guard" if r["active_s"] is None else seconds(r["active_s"])),
     ("served from the dead worker's pool", _pool),
     ("a known prompt on the returned worker computes", _returned),
-    ("next turn of a session of it", _home),
+    ("a session of it that slept goes on", _home),
 )

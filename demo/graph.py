@@ -22,6 +22,9 @@ AGG_GRAPH = Path(__file__).resolve().parents[1] / "deploy/graphs/agg.yaml"
 PIN_HEADER = "x-dynamo-meta-kvcr-worker"
 """Asks our router for a worker, by its Dynamo instance id in decimal."""
 
+SESSION_HEADER = "x-dynamo-session-id"
+"""Dynamo's own: turns that carry the same one are one chat."""
+
 START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 30.0
 _IDENTIFY_TIMEOUT_S = 30.0
@@ -75,6 +78,13 @@ class Graph:
         state = json.loads((self.run_dir / STATE_FILE).read_text())
         found: dict[str, Any] = next(one for one in state["components"] if one["name"] == name)
         return found
+
+    def where(self, worker: Worker | None, session: str = "") -> dict[str, Any]:
+        """Arguments for :func:`demo.client.ask`: on ``worker`` if one is named, as a turn of ``session``."""
+        arguments = self.pin(worker) if worker is not None else {}
+        if session:
+            arguments["headers"] = {**arguments.get("headers", {}), SESSION_HEADER: session}
+        return arguments
 
     def pin(self, worker: Worker) -> dict[str, Any]:
         """Arguments for :func:`demo.client.ask` that make the router choose ``worker``.

@@ -133,7 +133,7 @@ class Session(threading.Thread):
                 max_tokens=self._max_tokens,
                 timeout_s=self._silence_s,
                 on_text=lambda _piece: times.append(time.monotonic()),
-                **(self._graph.pin(self.home) if at_home else {}),
+                **self._graph.where(self.home if at_home else None, self.name),
             )
         except RequestHung as error:
             outcome, words = Outcome.HUNG, str(error)

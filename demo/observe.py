@@ -57,9 +57,11 @@ def observe(
     *,
     max_tokens: int,
     worker: Worker | None = None,
+    session: str = "",
     settle: bool = True,
 ) -> Seen:
-    """Ask through the frontend, on ``worker`` when one is named, and read what happened.
+    """Ask through the frontend, on ``worker`` when one is named, as a turn of ``session``, and read what
+    happened.
 
     Waits until the guards' counters have settled, so that a deposit is complete when this returns.
     Raises :class:`CountersDisagree`, or what :func:`demo.client.ask` raises.
@@ -70,7 +72,7 @@ def observe(
         graph.model,
         messages,
         max_tokens=max_tokens,
-        **(graph.pin(worker) if worker else {}),
+        **graph.where(worker, session),
     )
     deadline_s = time.monotonic() + (_SETTLE_S if settle else 0.0)
     while True:

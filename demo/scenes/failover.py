@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.client import Answer, RequestFailed, ask
-from demo.document import prompt
+from demo.document import follow_up, prompt
 from demo.graph import AGG_GRAPH, Graph, Worker, load, serve
 from demo.load import QUESTIONS, Load, Outcome, Request, Session
 from demo.metrics import Page, growth, scrape
@@ -33,8 +33,8 @@ _POLL_S = 0.02
 _TURNS_TIMEOUT_S = 300.0
 _RETURN_TIMEOUT_S = 600.0
 _PROBE_SILENCE_S = 30.0
-_WITNESS = 99
-"""Variant of a document that no session asks about."""
+_WITNESS, _SLEEPER = 98, 99
+"""Variants of documents that the load does not ask about."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Failover:
     transfers: int
     returned: Returned
     home: Seen | None
-    """The next turn of a session of the victim, placed by the router, when all was quiet again."""
+    """The next turn of a session that slept meanwhile: the victim has its pool, the router places it. None
+    when something else asked at the same time."""
 
 
 def on_and_off(
@@ -117,9 +118,11 @@ def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failov
 
 def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Failover:
     victim, survivor = graph.workers
-    with waiting(f"worker {victim.label} reads a document that nobody will ask about"):
+    with waiting(f"worker {victim.label} reads two documents that nobody asks about for a while"):
         witness = prompt(_WITNESS, QUESTIONS[0], scale.words)
         first = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
+        sleeper = prompt(_SLEEPER, QUESTIONS[0], scale.words)
+        slept = observe(graph, sleeper, max_tokens=scale.max_tokens, worker=victim, session="sleeper")
     traffic = Load([_session(graph, number, scale, script) for number in range(scale.sessions)])
     for session in traffic.sessions:
         session.start()
@@ -153,8 +156,8 @@ def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Fail
         with waiting("the last answers"):
             traffic.stop()
     ended_s = time.monotonic()
-    with waiting("one more turn of a session of the dead worker"):
-        home = _go_home(back, traffic, victim, scale.max_tokens)
+    with waiting("the next turn of a session that slept meanwhile"):
+        home = _next_turn(back, follow_up(sleeper, slept.answer.text, QUESTIONS[1]), scale.max_tokens)
     script.tell_home(home)
     return Failover(
         guarded=graph.guarded,
@@ -277,7 +280,7 @@ class _Script:
     def tell_home(self, home: Seen | None) -> None:
         if home is not None:
             self.tell(
-                f"the next turn of a session of worker {self._victim.label} ran on worker "
+                f"a session of worker {self._victim.label} that slept meanwhile goes on on worker "
                 f"{home.worker.label}: {home.own_tokens} tokens from its own cache, "
                 f"{home.pulled_tokens} pulled, {home.computed_tokens} computed"
             )
@@ -328,12 +331,10 @@ def _ask_again(graph: Graph, witness: list[Mapping[str, str]], max_tokens: int) 
     return Returned(answer, round(growth(before, after).total("kvcr_pulled_blocks_total")))
 
 
-def _go_home(graph: Graph, traffic: Load, victim: Worker, max_tokens: int) -> Seen | None:
-    session = next(s for s in traffic.sessions if s.home == victim)
+def _next_turn(graph: Graph, chat: list[Mapping[str, str]], max_tokens: int) -> Seen | None:
     try:
-        return observe(graph, session.messages, max_tokens=max_tokens)
+        return observe(graph, chat, max_tokens=max_tokens, session="sleeper")
     except CountersDisagree:
-        # A probe of somebody else: nothing can be said about this one.
         return None
 
 
