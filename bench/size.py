@@ -18,13 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 
 from bench import _common
-from bench.failover import BIG_PART_BYTES, ROOT, environment, guard
+from bench.failover import BIG_PART_BYTES, ROOT, cpu_ns, environment, guard
 from kvcr.api import EngineConfig, HostBlockMemory, SaveSpec, SchedulerHandle, WorkerHandle
 from kvcr.layout import Layout
 from kvcr.pool import META, Pool
@@ -80,11 +80,12 @@ def measure_directory(directory: Path, name: str, shape: Layout, rounds: int) ->
     """Records only: nobody writes."""
     keys = fill(directory / name, shape)
     meta_bytes = (directory / name / META).stat().st_size
-    attach_s, times = [], []
+    attach_s, attach_cpu_s, times = [], [], []
     for number in range(rounds):
-        started_s = time.perf_counter()
+        started_s, used_s = time.perf_counter(), time.process_time()
         pool = Pool.attach(directory / name, guard_incarnation=number + 2)
         attach_s.append(time.perf_counter() - started_s)
+        attach_cpu_s.append(time.process_time() - used_s)
         assert pool.recovery.ready == pool.ready_count >= RECORDS - 1000, pool.recovery
         times.append(scans(pool, keys))
         pool.close()
@@ -92,9 +93,11 @@ def measure_directory(directory: Path, name: str, shape: Layout, rounds: int) ->
     return {
         "metadata_bytes_per_block": round(meta_bytes / RECORDS, 1),
         "attach_200k_s": median(attach_s),
+        "attach_200k_cpu_s": median(attach_cpu_s),
         **{what: median([one[what] for one in times]) for what in times[0]},
-        "restart_200k_s": median([seconds for seconds, _ in started]),
-        "rss_bytes": int(median([rss for _, rss in started])),
+        "restart_200k_s": median([one.seconds for one in started]),
+        "restart_200k_cpu_s": median([one.cpu_s for one in started]),
+        "rss_bytes": int(median([one.rss for one in started])),
         "evict_batch_200k_ms": evict(directory / name),
     }
 
@@ -156,8 +159,16 @@ def took_ms(work: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - started_s)
 
 
-def restart(directory: Path, name: str, keys: bytes) -> tuple[float, int]:
-    """Seconds from the start of a guard's process to a leased block, and its resident memory then."""
+class Started(NamedTuple):
+    """What a guard took from the start of its process to the answer that a block is leased."""
+
+    seconds: float
+    cpu_s: float
+    """of all its threads: what is left of the seconds it waited, mostly for a core"""
+    rss: int
+
+
+def restart(directory: Path, name: str, keys: bytes) -> Started:
     started_s = time.monotonic()
     with (
         guard(directory, name, 64, "--scrub-bytes-per-s", "0") as running,
@@ -170,10 +181,11 @@ def restart(directory: Path, name: str, keys: bytes) -> tuple[float, int]:
         reply = to_client.decode(sock.recv())
         took_s = time.monotonic() - started_s
         assert isinstance(reply, Leased), reply
+        cpu_s = cpu_ns(running.process.pid) / 1e9
         rss = resident_bytes(running.process.pid)
         running.process.kill()
         running.process.wait()
-    return took_s, rss
+    return Started(took_s, cpu_s, rss)
 
 
 def resident_bytes(pid: int) -> int:

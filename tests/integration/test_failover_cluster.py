@@ -214,6 +214,31 @@ async def test_a_record_that_is_no_epoch_is_replaced(deployment: Deployment) -> 
         assert epoch(guard) == 1
 
 
+async def test_an_epoch_that_is_not_signed_is_not_believed_where_there_is_a_secret(
+    deployment: Deployment,
+) -> None:
+    secret = b"0123456789abcdef0123456789abcdef"
+    (deployment.directory / "secret").write_bytes(secret)
+    key = epoch_key(deployment.namespace, "g0")
+    async with await deployment.etcd() as etcd:
+        for signed_with in (None, b"guessed by somebody else"):
+            forged = encode(key, EpochRecord(41, "forged"), signed_with)
+            assert decode(key, forged, secret) is None
+        await etcd.put(key, forged)
+        with deployment.guard("g0", "--secret-file", str(deployment.directory / "secret")) as guard:
+            with await attached(guard):
+
+                async def ours() -> EpochRecord | None:
+                    found = await etcd.get(key)
+                    return None if found is None else decode(key, found.value, secret)
+
+                record = await eventually(ours, "a signed record replaces it", START_S)
+                assert record.epoch == epoch(guard) == 1
+            # A signed one is believed, and is of no use under another guard's key.
+            later = encode(key, EpochRecord(41, "another pool"), secret)
+            assert decode(epoch_key(deployment.namespace, "g1"), later, secret) is None
+
+
 async def test_a_nats_server_without_jetstream_is_told_and_keeps_nothing(
     deployment: Deployment, tmp_path: Path
 ) -> None:
