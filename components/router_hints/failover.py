@@ -16,9 +16,8 @@ import nats
 import nats.js.errors
 from nats.aio.client import Client
 
-from kvcr.dynamo.states import stream_name
 from kvcr.errors import ProtocolError
-from kvcr.protocol.events import StateChange, event, state_subject
+from kvcr.protocol.events import StateChange, event, state_subject, stream_name
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.metrics import Metrics
 from router_hints.workers import WorkerTable
@@ -107,7 +106,7 @@ class Failovers:
         for guard in self._guards.all():
             try:
                 last = await jetstream.get_last_msg(
-                    stream_name(self._namespace), state_subject(self._namespace, guard.name)
+                    stream_name(self._namespace, "state"), state_subject(self._namespace, guard.name)
                 )
                 self.received(last.data or b"")
             except nats.js.errors.NotFoundError:

@@ -22,7 +22,7 @@ from nats.js.errors import NotFoundError
 
 from kvcr.errors import ProtocolError
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
-from kvcr.protocol.events import Inventory, Locations, event, locations_subject
+from kvcr.protocol.events import Inventory, Locations, event, locations_subject, stream_name
 from kvcr.protocol.peer import SnapshotChunk
 from router_hints.bus import Bus
 from router_hints.metrics import Metrics
@@ -42,11 +42,6 @@ _DEVICE = "device"
 def kv_events_subject(namespace: str, component: str, endpoint: str) -> str:
     """Where Dynamo 1.6.1 publishes the KV events of one endpoint's workers."""
     return f"namespace.{namespace}.component.{component}.endpoint.{endpoint}.kv-events"
-
-
-def stream_name(namespace: str) -> str:
-    """Name of the JetStream stream; its alphabet allows no dots."""
-    return "KVCR_LOCATIONS_" + "".join(c if c.isalnum() or c in "-_" else "_" for c in namespace)
 
 
 # --- Dynamo's KV events (1.6.1) -------------------------------------------------------------------
@@ -238,7 +233,7 @@ class LocationPublisher:
                 await self._ensure_stream(self._bus.client)
 
     async def _ensure_stream(self, client: Client) -> None:
-        name = stream_name(self._namespace)
+        name = stream_name(self._namespace, "locations")
         jetstream = client.jetstream()
         try:
             try:

@@ -22,9 +22,9 @@ from engine_client import GuardProcess
 from mortal_engine import MortalEngine
 
 from kvcr.dynamo.epochs import EpochRecord, decode, encode, epoch_key
-from kvcr.dynamo.states import MAX_AGE_S, MAX_BYTES, stream_name
+from kvcr.dynamo.states import MAX_AGE_S, MAX_BYTES
 from kvcr.graph.infra import Server, start_etcd, start_nats
-from kvcr.protocol.events import StateChange, event, state_subject
+from kvcr.protocol.events import StateChange, event, state_subject, stream_name
 
 pytestmark = pytest.mark.usefixtures("runtimes_end")
 
@@ -174,7 +174,7 @@ async def test_a_failover_is_told_in_order_with_the_worker_it_is_about(deploymen
             assert await kept(deployment.nats_url, deployment.namespace) == heard
 
             connection = await nats.connect(deployment.nats_url)
-            info = await connection.jetstream().stream_info(stream_name(deployment.namespace))
+            info = await connection.jetstream().stream_info(stream_name(deployment.namespace, "state"))
             await connection.close()
             assert (info.config.max_age, info.config.max_bytes) == (MAX_AGE_S, MAX_BYTES)
 

@@ -19,9 +19,16 @@ from tokenizers import Tokenizer
 
 from kvcr.dynamo.etcd import connect
 from kvcr.keys import KeySpace, extend_chain
-from kvcr.protocol.events import FetchPayload, HintNotice, Locations, event, hints_subject, locations_subject
+from kvcr.protocol.events import (
+    FetchPayload,
+    HintNotice,
+    Locations,
+    event,
+    hints_subject,
+    locations_subject,
+    stream_name,
+)
 from router_hints.inventory import SILENT_S
-from router_hints.locations import stream_name
 from tests.integration.router_stack import BLOCK, Part, Stack, Worker, until
 from tests.integration.tiny_tokenizer import write_model
 
@@ -321,7 +328,7 @@ def test_locations_are_published_and_kept(scene: Scene) -> None:
 
     async def kept() -> int:
         client = await nats.connect(scene.stack.nats.url)
-        info = await client.jetstream().stream_info(stream_name("dynamo"))
+        info = await client.jetstream().stream_info(stream_name("dynamo", "locations"))
         await client.close()
         assert info.config.max_age
         assert info.config.max_bytes

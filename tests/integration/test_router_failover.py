@@ -15,8 +15,7 @@ from typing import Any
 import nats
 import pytest
 
-from kvcr.dynamo.states import stream_name
-from kvcr.protocol.events import StateChange, event, state_subject
+from kvcr.protocol.events import StateChange, event, state_subject, stream_name
 from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, until
 from tests.integration.tiny_tokenizer import write_model
 
@@ -106,7 +105,9 @@ def told(stack: Stack, guard: str, state: str) -> bool:
     async def last() -> StateChange:
         client = await nats.connect(stack.nats.url)
         try:
-            raw = await client.jetstream().get_last_msg(stream_name("dynamo"), state_subject("dynamo", guard))
+            raw = await client.jetstream().get_last_msg(
+                stream_name("dynamo", "state"), state_subject("dynamo", guard)
+            )
         finally:
             await client.close()
         change = event.decode(raw.data or b"")

@@ -13,7 +13,7 @@ import pytest
 from kvcr.errors import ConfigError, ProtocolError
 from kvcr.keys import KeySpace, extend_chain
 from kvcr.layout import Layout
-from kvcr.protocol.events import FetchPayload, HintNotice, event
+from kvcr.protocol.events import FetchPayload, HintNotice, event, stream_name
 from router_hints.cards import WorkerCard, parse_card
 from router_hints.costs import CostModel
 from router_hints.explain import PlanLog
@@ -21,7 +21,7 @@ from router_hints.guards import Guard, GuardDirectory
 from router_hints.hints import build_envelope, build_notice
 from router_hints.index import IndexView
 from router_hints.ledger import Loads
-from router_hints.locations import G1Change, decode_kv_events, stream_name
+from router_hints.locations import G1Change, decode_kv_events
 from router_hints.overlap import decode_reports
 from router_hints.planner import Holder, Plan, RequestView, SourceRun, Worker, plan
 from router_hints.requests import read_prompt
@@ -286,7 +286,7 @@ def test_load_reports_alone_and_in_a_list() -> None:
 
 
 def test_stream_names_have_no_dots() -> None:
-    assert stream_name("a.b-c_1") == "KVCR_LOCATIONS_a_b-c_1"
+    assert stream_name("a.b-c_1", "locations") == "kvcr-v1-a_b-c_1-locations"
 
 
 # --- explain and settings ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 
 from kvcr.errors import ProtocolError
 from kvcr.guard.view import GuardView
-from kvcr.protocol.events import Act, ActionResult, actions_subject, event, results_subject
+from kvcr.protocol.events import Act, ActionResult, actions_subject, event, results_subject, stream_name
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,6 @@ MAX_WAITING = 1024
 """Results kept while NATS is away; then the oldest are dropped."""
 
 
-def stream_name(namespace: str) -> str:
-    """JetStream stream of all actions in a namespace; its alphabet allows no dots."""
-    return f"kvcr-v1-{namespace.replace('.', '_')}-actions"
-
-
 def consumer_name(guard: str) -> str:
     """Name of a guard's durable consumer: its alphabet has no dot, that of guards no equals sign."""
     return guard.replace(".", "=")
@@ -60,7 +55,7 @@ async def ensure_stream(jetstream: JetStreamContext, namespace: str) -> None:
 
     Whoever publishes actions calls it, and every guard: who comes first does not matter.
     """
-    name = stream_name(namespace)
+    name = stream_name(namespace, "actions")
     with contextlib.suppress(nats.js.errors.NotFoundError):
         await jetstream.stream_info(name)
         return
@@ -118,7 +113,7 @@ class ActionInlet:
     async def _read(self, client: Client) -> None:
         """Take actions for as long as this connection, the stream and the consumer are there."""
         jetstream = client.jetstream()
-        stream, durable = stream_name(self._view.namespace), consumer_name(self._view.name)
+        stream, durable = stream_name(self._view.namespace, "actions"), consumer_name(self._view.name)
         subject = actions_subject(self._view.namespace, self._view.name)
         await ensure_stream(jetstream, self._view.namespace)
         config = ConsumerConfig(

@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
 from kvcr.metrics import Counter
-from kvcr.protocol.events import StateChange, event, state_subject
+from kvcr.protocol.events import StateChange, event, state_subject, stream_name
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,6 @@ RETRY_S = 0.5
 
 _NO_JETSTREAM = (10039, 10076)
 """Error codes of nats-server: JetStream is not enabled, for the account or at all."""
-
-
-def stream_name(namespace: str) -> str:
-    """JetStream stream of all guards' state changes."""
-    return f"kvcr-v1-{namespace}-state"
 
 
 class StatePublisher:
@@ -50,7 +45,7 @@ class StatePublisher:
         """``connection`` gives a live connection to NATS, or None."""
         self._subject = state_subject(namespace, guard)
         self._subjects = state_subject(namespace, ">")
-        self._stream = stream_name(namespace)
+        self._stream = stream_name(namespace, "state")
         self._connection = connection
         self._published = published
         self._dropped = dropped

@@ -14,6 +14,7 @@ import secrets
 from pathlib import Path
 
 from kvcr.graph import models
+from kvcr.protocol.events import stream_name
 
 ROLES = ("guard", "worker", "router", "frontend")
 _SECRET_BYTES = 32
@@ -51,17 +52,43 @@ def make_secrets(run_dir: Path, namespace: str) -> None:
 
 
 def permissions(role: str, namespace: str) -> tuple[list[str], list[str]]:
-    """Subjects a role may publish to and subscribe to. ``$JS.API`` is JetStream's own interface."""
+    """Subjects a role may publish to and subscribe to.
+
+    A guard tells what it has and how it fares, and obeys; it cannot give orders to other guards. Only routers
+    can. Workers and frontends speak Dynamo's own subjects and none of ours.
+    """
     ours = f"kvcr.v1.{namespace}"
-    dynamo = [f"{namespace}.>", f"namespace.{namespace}.>", "dynamo.>", "$SRV.>"]
-    streams = ["$JS.API.>", "$JS.ACK.>"]
+    dynamo = [f"namespace.{namespace}.>", f"{namespace}.>", "dynamo.>"]
     inbox = ["_INBOX.>"]
     if role == "guard":
         publish = [f"{ours}.inventory.*", f"{ours}.state.*", f"{ours}.results"]
-        return [*publish, *streams, *dynamo, *inbox], [f"{ours}.actions.*", *dynamo, *inbox]
+        return [*publish, *_jetstream(namespace, "actions", "state"), *inbox], [*inbox]
     if role == "router":
+        streams = _jetstream(namespace, "actions", "state", "locations")
         return [f"{ours}.>", *streams, *dynamo, *inbox], [f"{ours}.>", *dynamo, *inbox]
-    return [*dynamo, *streams, *inbox], [*dynamo, *inbox]
+    return [*dynamo, *inbox], [*dynamo, *inbox]
+
+
+def _jetstream(namespace: str, *streams: str) -> list[str]:
+    """JetStream's own interface for some of our streams: make, look at, read, acknowledge; not delete."""
+    allowed = ["$JS.API.INFO"]
+    for stream in streams:
+        name = stream_name(namespace, stream)
+        allowed += [
+            f"$JS.API.STREAM.INFO.{name}",
+            f"$JS.API.STREAM.CREATE.{name}",
+            f"$JS.API.STREAM.UPDATE.{name}",
+            f"$JS.API.STREAM.MSG.GET.{name}",
+            f"$JS.API.DIRECT.GET.{name}.>",
+            f"$JS.API.CONSUMER.CREATE.{name}",
+            f"$JS.API.CONSUMER.CREATE.{name}.>",
+            f"$JS.API.CONSUMER.DURABLE.CREATE.{name}.*",
+            f"$JS.API.CONSUMER.INFO.{name}.*",
+            f"$JS.API.CONSUMER.DELETE.{name}.*",
+            f"$JS.API.CONSUMER.MSG.NEXT.{name}.*",
+            f"$JS.ACK.{name}.>",
+        ]
+    return allowed
 
 
 def _user(role: str, password: str, namespace: str) -> str:

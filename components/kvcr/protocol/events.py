@@ -49,6 +49,12 @@ def state_subject(namespace: str, guard: str) -> str:
     return f"kvcr.v1.{namespace}.state.{guard}"
 
 
+def stream_name(namespace: str, kind: str) -> str:
+    """JetStream stream of ``actions``, ``state`` or ``locations``. A name of a stream has no dots."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in namespace)
+    return f"kvcr-v1-{plain}-{kind}"
+
+
 class Inventory(Message, frozen=True):
     """Blocks that came and went since the batch before. ``sequence`` counts batches, from 1."""
 
