@@ -150,6 +150,7 @@ class RouterComponent:
             alive=client.instance_ids,
             overlap=overlap.blocks,
             silent=self._inventory.silent,
+            free_blocks=self._inventory.free_blocks,
             deadline_ms=self._settings.deadline_ms,
             router=self._name,
             replicas=lambda: (1 + len(replicas.others()), replicas.stale_s),

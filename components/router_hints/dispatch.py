@@ -244,12 +244,13 @@ class _Attempt:
         if made.chosen.wait_s > 0 and not made.sources:
             alone_s = made.chosen.fetch_s + made.chosen.prefill_s + made.chosen.load_s
             books.costs.observe_wait(made.rank, made.chosen.wait_s, seconds - alone_s)
-        if made.chosen.wait_s > 0 or made.chosen.load_s > 0:
-            # It shared the worker with others: its time says nothing about prefill or copies.
+        if made.chosen.wait_s > 0:
+            # It waited for others: its time says nothing about prefill or copies.
             return
+        seconds -= made.chosen.load_s
         asked = made.byte_counts
         if not asked:
-            books.costs.observe_prefill(made.rank, made.prefill_tokens, seconds)
+            books.costs.observe_prefill(made.rank, made.prefill_tokens, seconds - made.chosen.fetch_s)
         elif len(asked) == 1 and target is not None:
             ((source, byte_count),) = asked.items()
             link = books.guards.topology.link(source, target.name)

@@ -133,6 +133,8 @@ class InventoryClient:
         self._complained: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         """blocks each guard says it has"""
+        self._slots: dict[str, int] = {}
+        """size of each guard's pool, as it said when it was last asked for anything"""
         self._started_s = time.monotonic()
         self._rebuilt = False
         self._task: asyncio.Task[None] | None = None
@@ -161,6 +163,13 @@ class InventoryClient:
         self._index.retire(name)
         self._heard.pop(name, None)
         self._counts.pop(name, None)
+        self._slots.pop(name, None)
+
+    def free_blocks(self) -> dict[str, int]:
+        """Room in each pool whose size is known."""
+        return {
+            name: max(0, slots - self._index.blocks(name)) for name, slots in self._slots.items() if slots
+        }
 
     def silent(self) -> set[str]:
         """Guards that seem dead: not heard, although events of others arrive. Nobody, when none do."""
@@ -216,7 +225,7 @@ class InventoryClient:
             try:
                 conversation = Conversation(self._context, guard, self._secret)
                 try:
-                    await conversation.hello(self._router)
+                    self._slots[guard.name] = (await conversation.hello(self._router)).slots
                     if repair.kind is RepairKind.REPLAY:
                         await self._replay(conversation, repair)
                     else:

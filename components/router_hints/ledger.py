@@ -39,6 +39,12 @@ class Load(msgspec.Struct, frozen=True):
     """Average of ``prefill_tokens`` over the last seconds."""
     slow_tokens: float = 0.0
     """The same over about a minute: the trend."""
+    tokens_per_s: float = 0.0
+    """Prefill sent to it in a second, over about a minute."""
+    head_tokens: int = 0
+    """Of ``prefill_tokens``, those of the request whose turn it is,"""
+    head_s: float = 0.0
+    """and for how long it has been."""
 
 
 class Announced(msgspec.Struct, frozen=True):
@@ -58,6 +64,8 @@ class Loads(msgspec.Struct, frozen=True):
     announced: tuple[Announced, ...] = ()
     copied_bytes_per_s: float = 0.0
     """All copies asked for, averaged over about a minute."""
+    free_blocks: Mapping[str, int] = {}
+    """Room in the pools of guards, where it is known."""
     unseen_tokens: float = 0.0
     """Prefill that other routers may have sent since this router last heard of them."""
 
@@ -90,24 +98,6 @@ class _Foreign:
 
 
 @dataclass
-class _Rank:
-    """Sums of the bookings of one rank, and the averages of its queue."""
-
-    prefill_tokens: int = 0
-    requests: int = 0
-    blocks: int = 0
-    fast: float = 0.0
-    slow: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Coming:
-    rank: Rank
-    starts_at_s: float
-    prefill_tokens: int
-
-
-@dataclass
 class _Flow:
     """A rate, averaged over :data:`SLOW_S`."""
 
@@ -119,6 +109,29 @@ class _Flow:
             kept = math.exp(-seconds / SLOW_S)
             self.per_s = self.per_s * kept + self.pending / SLOW_S
             self.pending = 0.0
+
+
+@dataclass
+class _Rank:
+    """Sums of the bookings of one rank, and the averages of its queue."""
+
+    prefill_tokens: int = 0
+    requests: int = 0
+    blocks: int = 0
+    fast: float = 0.0
+    slow: float = 0.0
+    prefilling: dict[str, int] = field(default_factory=dict)
+    """tokens by request, in the order they were booked"""
+    sent: _Flow = field(default_factory=_Flow)
+    head: str = ""
+    head_since_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Coming:
+    rank: Rank
+    starts_at_s: float
+    prefill_tokens: int
 
 
 @dataclass
@@ -151,6 +164,8 @@ class Ledger:
         self._bookings[request_id] = Booking(rank, prefill_tokens, blocks, dict(copies))
         sums = self._ranks.setdefault(rank, _Rank())
         sums.prefill_tokens += prefill_tokens
+        sums.prefilling[request_id] = prefill_tokens
+        sums.sent.pending += prefill_tokens
         sums.requests += 1
         sums.blocks += blocks
         for guard, byte_count in copies.items():
@@ -163,7 +178,7 @@ class Ledger:
         booking = self._bookings.get(request_id)
         if booking is None or not booking.prefilling:
             return None
-        self._prefilled(booking)
+        self._prefilled(request_id, booking)
         return booking
 
     def release(self, request_id: str) -> None:
@@ -172,7 +187,7 @@ class Ledger:
         if booking is None:
             return
         if booking.prefilling:
-            self._prefilled(booking)
+            self._prefilled(request_id, booking)
         sums = self._ranks[booking.rank]
         sums.requests -= 1
         sums.blocks -= booking.blocks
@@ -203,8 +218,15 @@ class Ledger:
             if rank[0] == worker_id:
                 sums.fast = sums.slow = 0.0
 
-    def loads(self, now_s: float, *, routers: int = 1, stale_s: float = 0.0) -> Loads:
-        """Everything booked, reported and announced, as of now.
+    def loads(
+        self,
+        now_s: float,
+        *,
+        routers: int = 1,
+        stale_s: float = 0.0,
+        free_blocks: Mapping[str, int] | None = None,
+    ) -> Loads:
+        """Everything booked, reported and announced, as of now, beside the room in pools.
 
         ``routers`` share the workers and last told each other of their bookings ``stale_s`` ago.
         """
@@ -212,8 +234,17 @@ class Ledger:
         ranks = {}
         for rank in self._ranks.keys() | self._foreign.keys():
             sums, queue, foreign_blocks = self._ranks.setdefault(rank, _Rank()), *self._queue(rank, now_s)
-            if sums.requests or queue or foreign_blocks or sums.slow > 1.0:
-                ranks[rank] = Load(queue, sums.requests, sums.blocks + foreign_blocks, sums.fast, sums.slow)
+            if sums.requests or queue or foreign_blocks or sums.slow > 1.0 or sums.sent.per_s > 1.0:
+                ranks[rank] = Load(
+                    queue,
+                    sums.requests,
+                    sums.blocks + foreign_blocks,
+                    sums.fast,
+                    sums.slow,
+                    sums.sent.per_s,
+                    sums.prefilling.get(sums.head, 0),
+                    now_s - sums.head_since_s if sums.head else 0.0,
+                )
             else:
                 del self._ranks[rank]
         return Loads(
@@ -224,6 +255,7 @@ class Ledger:
                 for turn in self._coming.values()
             ),
             self._copied.per_s,
+            free_blocks or {},
             self._booked.per_s * stale_s * max(0, routers - 1),
         )
 
@@ -246,16 +278,22 @@ class Ledger:
         self._booked.step(seconds)
         fast, slow = 1 - math.exp(-seconds / FAST_S), 1 - math.exp(-seconds / SLOW_S)
         for rank, sums in self._ranks.items():
+            head = next(iter(sums.prefilling), "")
+            if head != sums.head:
+                sums.head, sums.head_since_s = head, now_s
             queue, _ = self._queue(rank, now_s)
+            sums.sent.step(seconds)
             sums.fast += fast * (queue - sums.fast)
             sums.slow += slow * (queue - sums.slow)
         late = [key for key, turn in self._coming.items() if turn.starts_at_s + ANNOUNCED_GRACE_S < now_s]
         for key in late:
             del self._coming[key]
 
-    def _prefilled(self, booking: Booking) -> None:
+    def _prefilled(self, request_id: str, booking: Booking) -> None:
         booking.prefilling = False
-        self._ranks[booking.rank].prefill_tokens -= booking.prefill_tokens
+        sums = self._ranks[booking.rank]
+        sums.prefill_tokens -= booking.prefill_tokens
+        sums.prefilling.pop(request_id, None)
         for guard, byte_count in booking.copies.items():
             left = self._outgoing[guard] - byte_count
             if left > 0:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Placement:
         alive: Alive,
         overlap: Overlap,
         silent: Callable[[], Collection[str]],
+        free_blocks: Callable[[], Mapping[str, int]],
         deadline_ms: float,
         router: str,
         replicas: Callable[[], tuple[int, float]] = lambda: (1, 0.0),
@@ -69,7 +70,7 @@ class Placement:
     ) -> None:
         """``replicas()``: how many routers share the workers, and the age of what is known of the others.
         ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
-        ``silent()`` the guards that must not be sources."""
+        ``silent()`` the guards that must not be sources, ``free_blocks()`` the room in their pools."""
         self._workers = workers
         self._guards = guards
         self._index = index
@@ -79,6 +80,7 @@ class Placement:
         self._alive = alive
         self._overlap = overlap
         self._silent = silent
+        self._free_blocks = free_blocks
         self._deadline_ms = deadline_ms
         self._router = router
         self._replicas = replicas
@@ -167,7 +169,9 @@ class Placement:
             [worker for worker, _ in candidates],
             held.without(held.guards if off else self._silent()),
             self._guards.holders if keyed else {},
-            self._ledger.loads(time.monotonic(), routers=routers, stale_s=stale_s),
+            self._ledger.loads(
+                time.monotonic(), routers=routers, stale_s=stale_s, free_blocks=self._free_blocks()
+            ),
             self._costs,
             self._guards.topology,
             time.time(),

@@ -64,6 +64,9 @@ _COPY_WEIGHT = 0.1
 """Price of a second of copying to those who do not wait for it."""
 _SPIKE_WEIGHT = 1.0
 """The same for a copy away from a spike: when that is over the copy has served once."""
+_BEHIND_WEIGHT = 1.0
+_POOL_WEIGHT = 0.4
+"""Chance that a block pushed out of a full pool would have been used again."""
 _FULL = 0.95
 """Part of the engine memory in use at which it counts as full."""
 _HOT_HORIZON_S = 1.0
@@ -206,7 +209,7 @@ class _Scene:
         self._longest = longest
         self._rate_per_s = _rate_of(request.rates_per_s, longest)
         self._turns = _later_turns(request.turn)
-        best = max(range(len(workers)), key=lambda row: self._resident[row])
+        self._best = best = max(range(len(workers)), key=lambda row: self._resident[row])
         self._spike = _spike(loads.of(workers[best].rank)) if longest else 0.0
         """how much of the queue at the best holder is new: 0 a trend, 1 a spike"""
         self._announced: dict[Rank, list[tuple[float, float]]] = {}
@@ -318,11 +321,12 @@ class _Scene:
             fetch_s=max(0.0, fetch_s - starts_in_s),
             prefill_s=prefill_s,
             load_s=load.requests * settings.decode_s,
-            later_s=_LATER_WEIGHT * self._turns * prefill.seconds(load.slow_tokens),
+            later_s=_LATER_WEIGHT * self._turns * prefill.seconds(load.slow_tokens)
+            + self._behind_s(load, prefill, prefill_s),
             delay_s=self._delay_s(worker.rank, starts_in_s, wait_s + prefill_s),
-            pressure_s=self._pressure_s(row, worker, load, prefill),
+            pressure_s=self._pressure_s(row, worker, load, prefill) + self._pool_s(row, prefill),
             copy_s=copy_s,
-            hot_s=self._hot_s(row, prefill),
+            hot_s=self._hot_s(row),
             jitter_s=self._jitter_s(worker, prefill),
             bias=_bias(request, worker),
             g1_blocks=self._g1[row],
@@ -345,7 +349,8 @@ class _Scene:
 
     def _wait_s(self, worker: Worker, load: Load, prefill: Prefill, starts_in_s: float) -> float:
         """Its queue at that time: what is queued now and announced drains; the trend stays."""
-        wait_s = prefill.seconds(load.prefill_tokens)
+        done_s = min(load.head_s, prefill.seconds(load.head_tokens))
+        wait_s = prefill.seconds(load.prefill_tokens) - done_s
         at_s = 0.0
         for begins_s, seconds in self._announced.get(worker.rank, ()):
             if begins_s > starts_in_s:
@@ -375,15 +380,31 @@ class _Scene:
         over = min(needed, load.blocks + needed - _FULL * worker.kv_blocks)
         return prefill.seconds(max(0.0, over) * size)
 
-    def _hot_s(self, row: int, prefill: Prefill) -> float:
-        """Followers' queue (M/D/1) at as many holders as there will be when this worker is one."""
+    def _behind_s(self, load: Load, prefill: Prefill, prefill_s: float) -> float:
+        """What those who come after this one will wait for it, at the pace at which work arrives there."""
+        busy = min(_BUSIEST, prefill.seconds(load.tokens_per_s))
+        return _BEHIND_WEIGHT * prefill_s * busy / (1 - busy)
+
+    def _pool_s(self, row: int, prefill: Prefill) -> float:
+        """Part of what this prompt will push out of the worker's pool has to be computed again."""
+        free_blocks = self.loads.free_blocks.get(self.workers[row].guard)
+        if free_blocks is None or _is_last(self.request.turn):
+            return 0.0
+        new = self.request.reusable_blocks - self._resident[row]
+        return _POOL_WEIGHT * prefill.seconds(max(0, new - free_blocks) * self.request.block_size)
+
+    def _hot_s(self, row: int) -> float:
+        """Followers' queue (M/D/1) at as many holders as there will be when this worker is one.
+
+        None of them waits longer than computing the prefix elsewhere takes.
+        """
         if not self._longest or self._rate_per_s <= 0:
             return 0.0
-        size = self.request.block_size
+        size, prefill = self.request.block_size, self._prefill(self._best)
         service_s = prefill.overhead_s + prefill.seconds(max(1, self.request.tokens - self._longest * size))
         joins = self._resident[row] < _REPLICA * self._longest and not self.over_replicated(row)
         busy = min(_BUSIEST, self._rate_per_s * service_s / (self._replicas + joins))
-        queue_s = service_s * busy / (2 * (1 - busy))
+        queue_s = min(service_s * busy / (2 * (1 - busy)), prefill.seconds(self._longest * size))
         return _HOT_HORIZON_S * self._rate_per_s * queue_s
 
     def _jitter_s(self, worker: Worker, prefill: Prefill) -> float:

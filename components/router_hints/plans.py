@@ -141,11 +141,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     """What its other requests slow it down by."""
     later_s: float = 0.0
-    """What the session's later turns would wait, by the trend of the queue."""
+    """What later turns of the session would wait by the trend of the queue, and others behind this one."""
     delay_s: float = 0.0
     """What announced turns of others would wait for this one."""
     pressure_s: float = 0.0
-    """Recomputing what has to leave a full engine memory for it."""
+    """Recomputing what has to leave a full engine memory or a full pool for it."""
     copy_s: float = 0.0
     """What its copies cost others: sources, links, and a place in a pool that nobody may use again."""
     hot_s: float = 0.0

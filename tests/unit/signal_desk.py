@@ -105,6 +105,7 @@ class Router:
             alive=lambda: [rank[0] for rank in world.ranks.values()],
             overlap=self._no_overlap,
             silent=set,
+            free_blocks=dict,
             deadline_ms=2000.0,
             router=name,
         )

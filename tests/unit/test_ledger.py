@@ -23,7 +23,7 @@ def now(ledger: Ledger, at_s: float) -> tuple[int, int, int]:
 def test_a_booking_counts_from_the_plan_to_the_end() -> None:
     ledger = Ledger()
     book(ledger, "r1", g1=1000)
-    assert ledger.loads(0.0) == Loads({A: Load(100, 1, 7)}, {"g1": 1000})
+    assert ledger.loads(0.0) == Loads({A: Load(100, 1, 7, head_tokens=100)}, {"g1": 1000})
     assert ledger.first_output("r1") is not None
     assert ledger.loads(0.0) == Loads({A: Load(0, 1, 7)}, {})
     assert ledger.first_output("r1") is None
@@ -37,7 +37,20 @@ def test_a_replanned_request_moves() -> None:
     ledger = Ledger()
     book(ledger, "r1", A, g1=1000)
     book(ledger, "r1", B)
-    assert ledger.loads(0.0) == Loads({B: Load(100, 1, 7)}, {})
+    assert ledger.loads(0.0) == Loads({B: Load(100, 1, 7, head_tokens=100)}, {})
+
+
+def test_the_request_whose_turn_it_is_makes_progress() -> None:
+    ledger = Ledger()
+    ledger.book("r1", A, prefill_tokens=300, blocks=7, copies={})
+    ledger.loads(10.0)
+    ledger.book("r2", A, prefill_tokens=200, blocks=7, copies={})
+    load = ledger.loads(12.0).of(A)
+    assert (load.prefill_tokens, load.head_tokens, load.head_s) == (500, 300, 2.0)
+    ledger.first_output("r1")
+    ledger.loads(13.0)
+    load = ledger.loads(14.0).of(A)
+    assert (load.prefill_tokens, load.head_tokens, load.head_s) == (200, 200, 1.0)
 
 
 def test_a_long_request_stays_booked_for_as_long_as_it_runs() -> None:
@@ -89,6 +102,11 @@ def test_loads_are_the_sum_of_what_is_open(steps: list[tuple[str, int, tuple[int
     loads = ledger.loads(0.0)
     for rank in (A, B):
         mine = [prefilling for where, prefilling in open_requests.values() if where == rank]
-        assert loads.of(rank) == Load(100 * sum(mine), len(mine), 7 * len(mine))
+        found = loads.of(rank)
+        assert (found.prefill_tokens, found.requests, found.blocks) == (
+            100 * sum(mine),
+            len(mine),
+            7 * len(mine),
+        )
     assert loads.outgoing_bytes.get("g1", 0) == 10 * sum(p for _, p in open_requests.values())
     assert len(ledger) == len(open_requests)

@@ -373,8 +373,9 @@ def test_with_signals_the_turns_after_the_first_run_beside_it_and_without_them_t
 
     def run(signals: bool) -> list[tuple[tuple[int, int], Mode, float]]:
         ledger, log, held = Ledger(), [], {"g1": prefix}
-        ledger.book("others", W1, prefill_tokens=20_000, blocks=0, copies={})
         for at_s in range(300):
+            # Other routers' requests, as the worker reports them.
+            ledger.report(W1, prefill_tokens=20_000, blocks=0, now_s=float(at_s))
             ledger.loads(float(at_s))
 
         def turn(number: int, now_s: float, announced: Turn | None = None, **session: object) -> Plan:
