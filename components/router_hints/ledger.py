@@ -277,7 +277,8 @@ class Ledger:
         self._copied.step(seconds)
         self._booked.step(seconds)
         fast, slow = 1 - math.exp(-seconds / FAST_S), 1 - math.exp(-seconds / SLOW_S)
-        for rank, sums in self._ranks.items():
+        for rank in self._ranks.keys() | self._foreign.keys():
+            sums = self._ranks.setdefault(rank, _Rank())
             head = next(iter(sums.prefilling), "")
             if head != sums.head:
                 sums.head, sums.head_since_s = head, now_s

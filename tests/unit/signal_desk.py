@@ -174,11 +174,11 @@ class Router:
         return read_prompt(request, {"kvcr": json.dumps(signal)} if signal is not None else {})
 
     def busy(self, guard: str, tokens: int = 40_000) -> None:
-        """Its worker has had so many tokens queued for minutes."""
+        """Its worker has had so many tokens queued for minutes: other routers' requests, as it reports."""
         rank = self.world.ranks[guard]
         now = time.monotonic()
         self.ledger.loads(now - 1000.0)
-        self.ledger.book(f"load on {guard}", rank, prefill_tokens=tokens, blocks=10, copies={})
+        self.ledger.report(rank, prefill_tokens=tokens, blocks=10, now_s=now - 1.0)
         self.ledger.loads(now - 1.0)
 
     def spike(self, guard: str, tokens: int = 40_000) -> None:
