@@ -10,6 +10,8 @@ chooses how it is treated with the header ``x-dynamo-meta-behaviour``:
 ``error``  an exception before the first output
 ``late``   one token, then an exception
 
+With ``x-dynamo-meta-prefill`` the first output takes that many seconds, as a prefill would.
+
 With a worker's name behind it (``hang:w1``) it concerns that worker only.
 
 With ``--guard-socket`` it is an engine beside a real guard, too: it loads what its pool has and what its hint

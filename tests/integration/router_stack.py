@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcr.graph.infra import Server, free_port, start_etcd, start_nats
+from kvcr.harness import Harness
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
@@ -155,6 +156,8 @@ class Stack:
         self.parts: list[Part] = []
         self.http_port = free_port()
         self.system_port = _low_port()
+        self.signals_ports: dict[str, int] = {}
+        self.system_ports: dict[str, int] = {"router": self.system_port}
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "KVCR_"))
         } | {
@@ -200,14 +203,21 @@ class Stack:
         arguments = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.http_port)]
         return self.start("frontend", [*arguments, "--router-mode", "round-robin"])
 
-    def router(self, *arguments: str, **environment: str) -> Part:
+    def router(self, *arguments: str, name: str = "router", **environment: str) -> Part:
+        """A router; one with another name is another replica. A name keeps its ports."""
+        signals = self.signals_ports.setdefault(name, free_port())
+        system = self.system_ports.setdefault(name, _low_port())
         common = ["-m", "router_hints", "--model-path", str(self.model), "--model-name", "tiny"]
         return self.start(
-            "router",
-            [*common, "--block-size", str(BLOCK), *arguments],
-            DYN_SYSTEM_PORT=str(self.system_port),
+            name,
+            [*common, "--block-size", str(BLOCK), "--signals-port", str(signals), *arguments],
+            DYN_SYSTEM_PORT=str(system),
             **environment,
         )
+
+    def harness(self, router: str = "router", **options: Any) -> Harness:
+        """A client of this router's signal API."""
+        return Harness(f"http://127.0.0.1:{self.signals_ports[router]}", **options)
 
     def worker(self, name: str, *arguments: str) -> Worker:
         """A fake worker, up and registered."""
@@ -291,9 +301,9 @@ class Stack:
 
         until(served, f"the frontend answers {status}", START_S, every_s=0.3)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, router: str = "router") -> dict[str, float]:
         """The router's own metrics, by name and labels as written."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.system_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.system_ports[router], timeout=10)
         try:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
@@ -302,8 +312,8 @@ class Stack:
         samples = (line.rpartition(" ") for line in lines if line.startswith("kvcr_router_"))
         return {name: float(value) for name, _, value in samples}
 
-    def indexed(self, guard: str) -> float:
-        return self.metrics().get(f'kvcr_router_index_blocks{{guard="{guard}"}}', 0.0)
+    def indexed(self, guard: str, router: str = "router") -> float:
+        return self.metrics(router).get(f'kvcr_router_index_blocks{{guard="{guard}"}}', 0.0)
 
 
 def _low_port() -> int:
