@@ -12,8 +12,12 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvcr.errors import ConfigError
+
+MAX_SCRAPES = 16
+"""Connections served at once; each may take its thread 10 s of silence."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -224,7 +228,8 @@ def serve_metrics(registry: Registry, host: str, port: int) -> int:
     """
 
     try:
-        listener = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be served on {host}:{port} ({error.strerror}); choose another port, 0 for any"
@@ -238,6 +243,8 @@ def _serve(registry: Registry, listener: socket.socket) -> None:
     # Here, as it takes longer to import than all of this package's metrics: the first scrape waits for it,
     # and the start of the process does not.
     import http.server
+
+    free = threading.Semaphore(MAX_SCRAPES)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 10
@@ -261,6 +268,22 @@ def _serve(registry: Registry, listener: socket.socket) -> None:
 
     class Server(http.server.ThreadingHTTPServer):
         daemon_threads = True
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            # A thread each, as many as scrapers may need; others are hung up on.
+            if free.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                free.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Of a client that went away in the middle, which is nobody's error."""
 
     server = Server(listener.getsockname()[:2], Handler, bind_and_activate=False)
     server.socket.close()

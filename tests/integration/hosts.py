@@ -92,6 +92,10 @@ class Host:
             **{"env": environment(), **options},
         )
 
+    def background(self, *words: str) -> Background:
+        """A server, ended by ``close``."""
+        return Background(self.command(*words))
+
     def close(self) -> None:
         # The first process of a PID namespace takes all others with it.
         self._holder.kill()
@@ -99,6 +103,17 @@ class Host:
         for stream in (self._holder.stdout, self._holder.stderr):
             if stream is not None:
                 stream.close()
+
+
+class Background:
+    """A process whose output nobody wants."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(TIMEOUT_S)
 
 
 @contextlib.contextmanager

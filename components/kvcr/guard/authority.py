@@ -196,7 +196,7 @@ class Guard:
         self.meters.registry.before_render(self._refresh_gauges)
         if config.metrics_port >= 0:
             port = serve_metrics(self.meters.registry, config.metrics_host, config.metrics_port)
-            self.metrics_endpoint = f"http://{config.metrics_host}:{port}/metrics"
+            self.metrics_endpoint = f"http://{addresses.bracketed(config.metrics_host)}:{port}/metrics"
 
     # --- life -------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvcr.guard.holdings import Holdings
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.pins import Pins
+from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.keys import KEY_BYTES
@@ -101,6 +102,7 @@ class EngineServer:
         self._pins = pins
         self._actions = actions
         self._g1 = g1
+        self._rarely = Rarely(log)
 
     def hello(self, hello: Hello, connection: Connection) -> Member | None:
         """Seat the process, or reject it and close its connection."""
@@ -124,7 +126,7 @@ class EngineServer:
             except (PoolError, ConfigError, OSError) as error:
                 code, reason = "pool", str(error)
         if code or pool is None:
-            log.warning("engine %s rejected, %s: %s", hello.engine_id, code, reason)
+            self._rarely.warning("engine %s rejected, %s: %s", hello.engine_id, code, reason)
             connection.send(to_engine.encode(Rejected(code, reason)))
             connection.close_after_sending()
             return None

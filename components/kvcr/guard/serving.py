@@ -279,7 +279,8 @@ class PeerServer:
     def _release(self, release: Release, caller: Caller) -> None:
         caller.leases.discard(release.lease_id)
         self._end(release.lease_id)
-        if release.transport in TRANSPORTS and release.block_count > 0 and release.byte_count > 0:
+        known = release.transport in TRANSPORTS or release.transport in self._host.plugins
+        if known and release.block_count > 0 and release.byte_count > 0:
             self._meters.served_blocks.inc(release.block_count, transport=release.transport)
             self._meters.served_bytes.inc(release.byte_count, transport=release.transport)
         if release.corrupt_slots:

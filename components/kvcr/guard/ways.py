@@ -114,7 +114,7 @@ def _nixl_ways(setting: Setting, peer: PeerWelcome, same_host: bool, found: Ways
     else:
         found.built_in.append(Way("nixl", "rdma", "both hosts have RDMA ports that are up"))
     if allowed & _TCP_TLS:
-        found.built_in.append(Way("nixl", "tcp", "the network is there if control is"))
+        found.built_in.append(Way("nixl", "tcp", "TCP reaches whomever control reaches"))
     else:
         found.rejected["nixl over tcp"] = f"UCX_TLS={setting.ucx_tls} leaves it out"
 

@@ -564,7 +564,6 @@ class Pool:
 
     def snapshot(self, cursor: int, limit: int) -> SnapshotPage:
         """Up to ``limit`` READY blocks from slot ``cursor`` on. Start at 0, go on at ``next_cursor``."""
-        cursor = max(cursor, 0)
         found = self.ready_from(cursor, limit + 1).slots
         slots = found[: max(limit, 1)]
         record = self.record(slots)
@@ -575,7 +574,7 @@ class Pool:
 
     def ready_from(self, cursor: int, limit: int) -> Granted:
         """Up to ``limit`` READY slots from slot ``cursor`` on, ascending, with their generations."""
-        cursor = max(cursor, 0)
+        cursor = min(max(cursor, 0), self.slots)
         ready = np.flatnonzero(states_of(self._meta.control[cursor:]) == SlotState.READY)
         slots = (ready[: max(limit, 1)] + cursor).astype(np.int32)
         return Granted(slots, generations_of(self._meta.control[slots]))
