@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import msgspec
 import nats
-from deployment import Deployment, eventually
 from nats.aio.client import Client
 
 from kvcr.dynamo.actions import ensure_stream
@@ -29,8 +29,9 @@ RESULT_S = 20.0
 class ActingRouter:
     """Use as an async context manager."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
+    def __init__(self, nats_url: str, namespace: str) -> None:
+        self._nats_url = nats_url
+        self._namespace = namespace
         self._client: Client | None = None
         self.heard: list[ActionResult] = []
         """Every result, in order."""
@@ -41,10 +42,8 @@ class ActingRouter:
             assert isinstance(result, ActionResult)
             self.heard.append(result)
 
-        self._client = await nats.connect(
-            self._deployment.nats_url, max_reconnect_attempts=-1, reconnect_time_wait=0.1
-        )
-        await self._client.subscribe(results_subject(self._deployment.namespace), cb=take)
+        self._client = await nats.connect(self._nats_url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+        await self._client.subscribe(results_subject(self._namespace), cb=take)
         await self._client.flush()
         await self.ensure_stream()
         return self
@@ -58,7 +57,7 @@ class ActingRouter:
         return self._client
 
     async def ensure_stream(self) -> None:
-        await ensure_stream(self.client.jetstream(), self._deployment.namespace)
+        await ensure_stream(self.client.jetstream(), self._namespace)
 
     async def send(
         self, guard: str, plan_id: str, hint: dict[str, Any] | bytes, *, expires_s: float = 60.0
@@ -66,7 +65,7 @@ class ActingRouter:
         """One Act. The stream has it when this returns."""
         raw = hint if isinstance(hint, bytes) else msgspec.json.encode(hint)
         act = Act(plan_id, "test router", raw, time.time() + expires_s)
-        subject = actions_subject(self._deployment.namespace, guard)
+        subject = actions_subject(self._namespace, guard)
         await self.client.jetstream().publish(subject, event.encode(act))
 
     async def ask(
@@ -80,12 +79,15 @@ class ActingRouter:
         self, plan_id: str, action_id: str = "0", *, timeout_s: float = RESULT_S
     ) -> ActionResult:
         """The first result of this action."""
-        found: ActionResult = await eventually(
-            lambda: next((r for r in self.heard if (r.plan_id, r.action_id) == (plan_id, action_id)), None),
-            f"a result of action {action_id} of plan {plan_id}; heard {self.heard}",
-            timeout_s,
-        )
-        return found
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for result in self.heard:
+                if (result.plan_id, result.action_id) == (plan_id, action_id):
+                    return result
+            assert time.monotonic() < deadline_s, (
+                f"not within {timeout_s:g} s: action {action_id} of plan {plan_id}; heard {self.heard}"
+            )
+            await asyncio.sleep(0.02)
 
 
 def one(plan_id: str, kind: str, payload: msgspec.Struct, action_id: str = "0") -> dict[str, Any]:

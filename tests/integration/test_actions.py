@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from acting_router import ActingRouter, one
 from deployment import Deployment, eventually
@@ -59,6 +60,10 @@ def a_pair(
         yield source, target
 
 
+def acting(deployment: Deployment) -> ActingRouter:
+    return ActingRouter(deployment.nats_url, deployment.namespace)
+
+
 def code(result: ActionResult) -> tuple[str, int]:
     return result.code, result.blocks
 
@@ -76,13 +81,15 @@ def prefetch(
     plan_id: str, root: bytes, keys: Sequence[BlockKey], endpoint: str, **more: Any
 ) -> PrefetchPayload:
     return PrefetchPayload(
-        plan_id=plan_id,
-        keys=pack_keys(keys),
-        engine_hashes=engine_hashes(keys),
-        parent=root.hex(),
-        first=0,
-        sources=[FetchSource(endpoint, 0, len(keys))],
-        **more,
+        **{
+            "plan_id": plan_id,
+            "keys": pack_keys(keys),
+            "engine_hashes": engine_hashes(keys),
+            "parent": root.hex(),
+            "first": 0,
+            "sources": [FetchSource(endpoint, 0, len(keys))],
+            **more,
+        }
     )
 
 
@@ -97,7 +104,7 @@ async def test_invalidate_drops_a_tail_its_descendants_and_g1_and_keeps_the_head
         engine.deposit(keys, root)
         # What was decoded later is not named, and goes all the same.
         payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[4:8]))
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             await router.send("a", "p", one("p", INVALIDATE, payload))
             _, hashes = await asyncio.to_thread(engine.carry_out_drop)
             result = await router.result("p")
@@ -117,7 +124,7 @@ async def test_invalidate_of_what_was_evicted_still_finds_what_comes_after_it(de
         root, keys = chain(6, "session")
         engine.deposit(keys[:2], root)
         engine.deposit(keys[3:], keys[2], first=3)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             result = router.ask("a", "p", INVALIDATE, InvalidatePayload(plan_id="p", keys=keys[2]))
             dropping = asyncio.to_thread(engine.carry_out_drop, 0)
             assert code((await asyncio.gather(result, dropping))[0]) == ("done", 3)
@@ -128,7 +135,7 @@ async def test_a_pinned_block_is_not_invalidated(deployment: Deployment) -> None
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
         root, keys = chain(4, "session")
         engine.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             pin = PinPayload(plan_id="pin", keys=keys[3], pin_id="kept", ttl_s=60)
             assert code(await router.ask("a", "pin", PIN, pin)) == ("done", 1)
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys))
@@ -147,7 +154,7 @@ async def test_what_an_old_request_fills_late_stays_dead_and_a_new_one_stores_ag
         root, keys = chain(8, "session")
         engine.deposit(keys[:6], root)
         late, new = engine.reserve(4), engine.reserve(8)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[2:4]))
             await router.send("a", "p", one("p", INVALIDATE, payload))
             drop_id, _ = await asyncio.to_thread(engine.carry_out_drop)
@@ -169,7 +176,7 @@ async def test_a_copy_of_invalidated_blocks_that_is_under_way_is_not_published(
         root, keys = chain(12, "session")
         source.deposit(keys, root)
         sources = [Source(slow, 0, 12), Source(source.guard.endpoint, 0, 12)]
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             # In this order on one socket: the copy still waits for its first source.
             target.start_fetch("r", keys, root, sources, deadline_ms=20_000)
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[3:5]))
@@ -187,7 +194,7 @@ async def test_an_idle_engine_drops_before_its_next_request_and_the_result_says_
     deployment: Deployment,
 ) -> None:
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             chains = [chain(1, f"session {turn}") for turn in range(50)]
             for root, keys in chains:
                 engine.deposit(keys, root)
@@ -210,11 +217,16 @@ async def test_prefetch_copies_ahead_of_the_request(deployment: Deployment) -> N
     with a_pair(deployment) as (source, target):
         root, keys = chain(12, "session")
         source.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
-            payload = prefetch("p", root, keys, source.guard.endpoint)
+        async with acting(deployment) as router:
+            # A router has no engine hashes: they come from the source with the blocks.
+            payload = prefetch("p", root, keys, source.guard.endpoint, engine_hashes=bytes(8 * 12))
             result = await router.ask("b", "p", PREFETCH, payload)
+            invalidation = InvalidatePayload(plan_id="q", keys=pack_keys(keys[8:]))
+            await router.send("b", "q", one("q", INVALIDATE, invalidation))
+            _, hashes = await asyncio.to_thread(target.carry_out_drop)
+            assert sorted(hashes) == sorted(np.frombuffer(engine_hashes(keys[8:]), "<u8").tolist())
         assert (code(result), result.byte_count) == (("done", 12), 12 * source.layout.part_bytes)
-        assert target.right(keys) == [True] * 12
+        assert target.right(keys) == [True] * 8 + [False] * 4
         assert source.right(keys) == [True] * 12
         assert counted(target.guard, PREFETCH, "done") == 1
 
@@ -225,7 +237,7 @@ async def test_a_prefetch_that_moves_frees_the_source_when_the_copy_is_committed
     with a_pair(deployment) as (source, target):
         root, keys = chain(12, "session")
         source.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             payload = prefetch("p", root, keys, source.guard.endpoint, mode="move")
             result = router.ask("b", "p", PREFETCH, payload)
             dropping = asyncio.to_thread(source.carry_out_drop)
@@ -247,7 +259,7 @@ async def test_a_request_that_comes_during_its_prefetch_shares_the_transfer(
         source.deposit(keys, root)
         payload = prefetch("p", root, keys, slow)
         payload.sources.append(FetchSource(source.guard.endpoint, 0, 12))
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             # In this order on one socket: the prefetch still waits for its first source.
             target.act("before", one("p", PREFETCH, payload))
             sources = [Source(source.guard.endpoint, 0, 12)]
@@ -277,7 +289,7 @@ async def test_a_prefetch_is_bounded_by_a_share_of_the_pool_until_its_blocks_are
         # A quarter of 64 slots.
         root, keys = chain(17, "too long")
         source.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             refused = await router.ask("b", "p", PREFETCH, prefetch("p", root, keys, source.guard.endpoint))
             assert code(refused) == ("refused", 0)
             assert "the limit is 16 of the pool's 64" in refused.detail
@@ -298,7 +310,7 @@ async def test_a_prefetch_from_nobody_ends_by_its_deadline_and_one_withdrawn_bef
 ) -> None:
     with deployment.guard("b") as guard, EngineClient(guard, "engine"):
         root, keys = chain(4, "session")
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             payload = prefetch("p", root, keys, NOBODY, deadline_ms=1500)
             result = await router.ask("b", "p", PREFETCH, payload)
             assert result.code in ("failed", "too_slow"), result
@@ -318,7 +330,7 @@ async def test_a_move_keeps_what_is_pinned_at_the_source_and_everything_when_the
         root, keys = chain(12, "session")
         source.deposit(keys, root)
         sources = [Source(source.guard.endpoint, 0, 12)]
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             # Too late before it begins.
             target.fetch("r0", keys, root, sources, move=True, plan_id="p0", action_id="0", deadline_ms=0.0)
             assert code(await router.result("p0")) == ("too_slow", 0)
@@ -344,7 +356,7 @@ async def test_a_move_whose_source_dies_after_the_copy_is_a_copy(deployment: Dep
         source.deposit(keys, root)
         sources = [Source(source.guard.endpoint, 0, 4)]
         os.kill(source.guard.pid, signal.SIGSTOP)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             target.fetch("r", keys, root, sources, move=True, plan_id="p", action_id="0")
             result = await router.result("p")
             assert code(result) == ("partial", 4)
@@ -360,7 +372,7 @@ async def test_pinned_blocks_survive_pressure_until_the_pin_ends(deployment: Dep
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
         root, keys = chain(8, "pinned")
         engine.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             long = PinPayload(plan_id="p1", keys=pack_keys(keys[:4]), pin_id="long", ttl_s=600)
             short = PinPayload(plan_id="p2", keys=pack_keys(keys), pin_id="short", ttl_s=600)
             assert code(await router.ask("a", "p1", PIN, long)) == ("done", 4)
@@ -388,7 +400,7 @@ async def test_pins_take_no_more_than_their_share(deployment: Deployment) -> Non
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
         root, keys = chain(20, "session")
         engine.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             most = PinPayload(plan_id="p1", keys=pack_keys(keys[:16]), pin_id="1", ttl_s=60)
             assert code(await router.ask("a", "p1", PIN, most)) == ("done", 16)
             more = PinPayload(plan_id="p2", keys=pack_keys(keys[16:]), pin_id="2", ttl_s=60)
@@ -405,7 +417,7 @@ async def test_demoted_blocks_are_served_until_they_are_the_first_to_go(deployme
         engine.deposit(old, root)
         root, child = chain(10, "child")
         engine.deposit(child, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             # The child's own blocks; what it shares with its parent is not named.
             payload = DemotePayload(plan_id="p", keys=pack_keys(child[4:6]))
             assert code(await router.ask("a", "p", DEMOTE, payload)) == ("done", 6)
@@ -475,7 +487,7 @@ async def test_actions_on_a_request_are_carried_out_in_order(deployment: Deploym
                 action("3", UNPIN, ACTION_VERSION, UnpinPayload(plan_id="plan", pin_id="x")),
             ],
         )
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             await router.send("b", "warm up", envelope("warm up", []))
             target.act("request", hint)
             await router.result("plan", "3")
@@ -500,11 +512,11 @@ async def test_nonsense_is_refused_and_harms_nobody(deployment: Deployment) -> N
         wrong("1", PIN, {"keys": 7}),
         wrong("2", INVALIDATE, {"plan_id": "p", "keys": "AAAA"}),
         wrong("3", PREFETCH, {"plan_id": "p", **columns}),
-        wrong("4", PIN, {"plan_id": "p", "keys": "A" * (4 * 16 * 16_385 // 3), "pin_id": "x", "ttl_s": 1}),
+        wrong("4", PIN, {"plan_id": "p", "keys": "A" * (4 * 16 * 32_769 // 3), "pin_id": "x", "ttl_s": 1}),
         wrong("", CANCEL, {"plan_id": "p"}),
     ]
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             await router.send("a", "p", {"actions": actions})
             await router.send("a", "q", b"{no json")
             await router.send("a", "r", {"actions": [1, 2]})
@@ -524,7 +536,7 @@ async def test_an_action_that_comes_twice_is_carried_out_once_and_answered_twice
     with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
         root, keys = chain(3, "session")
         engine.deposit(keys, root)
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys))
             await router.send("a", "p", one("p", INVALIDATE, payload))
             drop_id, _ = await asyncio.to_thread(engine.carry_out_drop)
@@ -546,7 +558,7 @@ async def test_actions_wait_for_a_guard_that_is_away_and_those_that_expired_do_n
     deployment: Deployment,
 ) -> None:
     root, keys = chain(4, "session")
-    async with ActingRouter(deployment) as router:
+    async with acting(deployment) as router:
         with deployment.guard("a") as guard, EngineClient(guard, "engine") as engine:
             engine.deposit(keys, root)
         await router.send(
@@ -576,7 +588,7 @@ async def test_a_guard_that_dies_in_mid_action_gets_it_again(deployment: Deploym
         source.deposit(keys, root)
         payload = prefetch("p", root, keys, slow[0], deadline_ms=60_000)
         payload.sources.extend(FetchSource(endpoint, 0, 12) for endpoint in [*slow[1:], a.endpoint])
-        async with ActingRouter(deployment) as router:
+        async with acting(deployment) as router:
             with deployment.guard("b") as b, EngineClient(b, "engine-b"):
                 await router.send("b", "p", one("p", PREFETCH, payload))
                 await eventually(lambda: b.metrics().get("kvcr_prefetching_blocks") == 12, "it is under way")
@@ -598,7 +610,7 @@ async def test_nats_may_go_and_come_back_empty(
         with own.guard("a") as guard, EngineClient(guard, "engine") as engine:
             root, keys = chain(3, "session")
             engine.deposit(keys, root)
-            async with ActingRouter(own) as router:
+            async with acting(own) as router:
                 payload = DemotePayload(plan_id="p", keys=pack_keys(keys))
                 assert code(await router.ask("a", "p", DEMOTE, payload)) == ("done", 3)
                 await asyncio.to_thread(server.kill)

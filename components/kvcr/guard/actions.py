@@ -51,7 +51,7 @@ from kvcr.transfer.base import LocalRegions
 MAX_ACTIONS = 64
 """In one envelope."""
 
-MAX_BLOCKS = 16_384
+MAX_BLOCKS = 32_768
 """In one action."""
 
 MAX_REMEMBERED = 4096

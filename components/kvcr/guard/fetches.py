@@ -112,6 +112,10 @@ class _Active:
     dead: set[int] = field(default_factory=set)
     """Blocks invalidated while they were on their way: not published when they arrive."""
 
+    def learn(self, indices: Indices, hashes: npt.NDArray[np.uint64]) -> None:
+        """Take a source's engine hashes of these blocks where whoever asked did not know them."""
+        self.hashes[indices] = np.where(self.hashes[indices] == 0, hashes, self.hashes[indices])
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -227,7 +231,7 @@ class Fetches:
                 deadline_s=deadline_s,
                 give_up_s=now_s + fetch.give_up_ms / 1000 if fetch.give_up_ms > 0 else None,
             ),
-            hashes=hashes,
+            hashes=hashes.copy(),
             keys=keys,
             parents=[fetch.parent, *keys[:-1]],
             asker=asker,
@@ -365,6 +369,7 @@ class Fetches:
         link = active.links[ask.source]
         if isinstance(link.transport, ShmTransport) and len(ask.indices) <= OPTIMISTIC_BLOCKS:
             found = link.transport.lookup(self._blob(active, ask.indices))
+            active.learn(ask.indices, found.engine_hashes)
             active.pull.leased(ask.source, ask.indices, found.slots, found.generations, found.checksums)
             return
         if link.ready:
@@ -418,6 +423,7 @@ class Fetches:
         else:
             if grant.lease_id:
                 self._account(active, source).leases.append(grant.lease_id)
+            active.learn(indices, grant.engine_hashes)
             active.pull.leased(source, indices, grant.slots, grant.generations, grant.checksums)
         # Never from within _advance: requests are answered by messages, or by a link that is lost meanwhile.
         self._loop.defer(lambda: self._advance_if_active(active))

@@ -83,6 +83,8 @@ class Grant(NamedTuple):
     generations: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
     """[keys, ranks]"""
+    engine_hashes: npt.NDArray[np.uint64]
+    """0 where it has none, or does not say"""
 
 
 class _Channel(Protocol):
@@ -194,7 +196,7 @@ class PeerLink:
         self._request(request.op, request, min(timeout_s, ANSWER_TIMEOUT_S), answered)
 
     def keys_per_lease(self) -> int:
-        return min(MAX_BLOCKS_PER_MESSAGE, _LEASED_BYTES // (13 + 8 * len(self._context.local.arrays)))
+        return min(MAX_BLOCKS_PER_MESSAGE, _LEASED_BYTES // (21 + 8 * len(self._context.local.arrays)))
 
     def release(self, message: Release) -> None:
         """No reply is expected; lost with the link, and then the lease ends by itself."""
@@ -498,10 +500,13 @@ class PeerLink:
             or len(checksums) != count * ranks
         ):
             raise ProtocolError(f"lease for {count} keys and {ranks} ranks has other lengths")
+        hashes = u64(reply.engine_hashes) if reply.engine_hashes else np.zeros(count, np.uint64)
+        if len(hashes) != count:
+            raise ProtocolError(f"lease for {count} keys has {len(hashes)} engine hashes")
         limit = self._welcome.slots + SPARE_ROWS if self._welcome else 0
         if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
-        return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks))
+        return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks), hashes)
 
     def _lost(self, reason: str, *, silent: bool = False) -> None:
         """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.

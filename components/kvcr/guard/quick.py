@@ -112,6 +112,7 @@ class QuickPulls:
         now_s = time.monotonic()
         parents = fetch.parent + keys[:-KEY_BYTES]
         positions = np.arange(fetch.first, fetch.first + count, dtype=np.uint32)
+        hashes = np.where(hashes == 0, theirs.engine_hashes, hashes)
         stored = pool.commit_new(granted, keys, parents, hashes, positions, result.checksums, now_s)
         # What the policy did not want, or the index had no room for: arrived, and not kept.
         statuses = np.where(stored, BlockStatus.OK, BlockStatus.FAILED).astype(np.uint8)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 KNOWN = ACTIONS | {FETCH}
 MAX_DETAIL = 300
+MAX_UNTOLD = 256
+"""Results kept for a cluster thread that is still starting while an engine is served already."""
 
 
 class Outcome(NamedTuple):
@@ -41,9 +44,13 @@ class Reports:
         self._incarnation = incarnation
         self._meters = meters
         self._subscribers: list[Callable[[ActionResult], None]] = []
+        self._untold: deque[ActionResult] = deque(maxlen=MAX_UNTOLD)
 
     def subscribe(self, callback: Callable[[ActionResult], None]) -> None:
+        """Call back with every result from now on; the first one also with those nobody heard."""
         self._subscribers.append(callback)
+        while self._untold:
+            callback(self._untold.popleft())
 
     def ended(
         self,
@@ -89,6 +96,8 @@ class Reports:
 
     def tell(self, result: ActionResult) -> None:
         """Tell the subscribers, of a result that was counted before too."""
+        if not self._subscribers:
+            self._untold.append(result)
         for subscriber in list(self._subscribers):
             try:
                 subscriber(result)

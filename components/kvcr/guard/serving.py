@@ -223,12 +223,14 @@ class PeerServer:
         slots[~has] = -1
         generations[~has] = 0
         checksums = np.zeros((count, pool.layout.ranks), np.uint64)
+        hashes = np.zeros(count, np.uint64)
         lease_id = 0
         lease_ms = min(max(request.lease_ms, 1), self._max_lease_ms)
         if has.any():
             pool.lease(slots[has], generations[has])
             pool.touch(slots[has], time.monotonic())
             checksums[has] = pool.checksums(slots[has])
+            hashes[has] = pool.record(slots[has]).engine_hashes
             lease_id = self._grant(slots[has], generations[has], lease_ms, request.transport == "nixl")
             caller.leases.add(lease_id)
         reply(
@@ -241,6 +243,7 @@ class PeerServer:
                 generations=generations.astype("<u8").tobytes(),
                 checksums=checksums.astype("<u8").tobytes(),
                 lease_ms=lease_ms,
+                engine_hashes=hashes.astype("<u8").tobytes(),
             )
         )
 

@@ -110,6 +110,10 @@ class PoolReader:
         """uint64 [n, ranks]: xxh3-64 of each part. True of slots that are ``still`` the same afterwards."""
         return self._meta.checksums[as_slots(slots)]
 
+    def engine_hashes(self, slots: I32) -> U64:
+        """uint64 [n]: the engine's own hash of each block. True of slots that are ``still`` the same."""
+        return self._meta.engine_hashes[as_slots(slots)]
+
     def close(self) -> None:
         """Unmap the directory."""
         self._meta.close()

@@ -170,6 +170,7 @@ class Fetch(Message, frozen=True):
     """Key before the first one (16 bytes)."""
     keys: bytes
     engine_hashes: bytes
+    """uint64 each; 0: take it from the source, as engines of one version and seed have the same"""
     sources: list[Source]
     give_up_ms: float
     """The planner's estimate for recomputing; a pull that would end later is stopped. 0: no estimate."""

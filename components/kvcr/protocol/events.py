@@ -230,7 +230,7 @@ class PrefetchPayload(msgspec.Struct, frozen=True, kw_only=True):
     plan_id: str
     keys: bytes
     engine_hashes: bytes
-    """uint64 each"""
+    """uint64 each; 0: take it from the source"""
     parent: str
     """hex of the key before the first one"""
     first: int

@@ -100,6 +100,8 @@ class Leased(Message, frozen=True):
     checksums: bytes
     """uint64 for each key and rank, key-major: xxh3-64 of that rank's part"""
     lease_ms: int
+    engine_hashes: bytes = b""
+    """uint64 for each key, 0 where missing: the engine's own block hash, for who asked without it"""
 
 
 class Release(Message, frozen=True):

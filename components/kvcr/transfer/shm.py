@@ -28,6 +28,7 @@ class Found(NamedTuple):
     slots: npt.NDArray[np.int32]
     generations: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
+    engine_hashes: npt.NDArray[np.uint64]
 
 
 class ShmTransport:
@@ -60,10 +61,10 @@ class ShmTransport:
         """Find blocks without a message. Cheap; called by the authority thread."""
         slots, generations = self._reader.lookup(keys)
         # Of misses: of slot -1, the last one, and never looked at.
-        checksums = self._reader.checksums(slots)
-        # Binds the checksums to the key: they were read while the slot still held this generation.
+        checksums, hashes = self._reader.checksums(slots), self._reader.engine_hashes(slots)
+        # Binds them to the key: they were read while the slot still held this generation.
         slots[~self._reader.still(slots, generations)] = -1
-        return Found(slots, generations, checksums)
+        return Found(slots, generations, checksums, hashes)
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
         """See :class:`kvcr.transfer.base.Transport`. A copy is never in flight after its result."""
