@@ -56,9 +56,10 @@ def test_the_kernel_tells_the_addresses_of_this_machine() -> None:
         assert ipaddress.ip_address(address).is_loopback
 
 
-def test_by_default_it_stays_on_loopback() -> None:
-    assert plan() == Addresses("tcp://127.0.0.1:0", "", "")
-    assert plan(control="tcp://[::1]:7100") == Addresses("tcp://[::1]:7100", "", "")
+def test_by_default_it_stays_on_loopback_with_control_and_bytes() -> None:
+    assert plan() == Addresses("tcp://127.0.0.1:0", "", "lo")
+    assert plan(control="tcp://[::1]:7100") == Addresses("tcp://[::1]:7100", "", "lo")
+    assert plan(advertise="proxy.example").interface == ""
 
 
 def test_an_interface_gives_the_address_to_bind(two_cards: None) -> None:

@@ -75,7 +75,8 @@ def plan(config: GuardConfig) -> Addresses:
         if host in _WILDCARDS:
             interface, advertise = "", advertise or bracketed(_default_address(host))
         else:
-            interface = "" if is_loopback(host) else interface_of(host)
+            # Behind a proxy, control is on loopback and bytes are not: then UCX finds its own way.
+            interface = "" if is_loopback(host) and advertise else interface_of(host)
     else:
         interface, address = _interface(config.interface)
         if host in _WILDCARDS:
