@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m router_hints``: runs one router until SIGTERM or SIGINT."""
+"""``python -m router_hints``: runs one router until SIGTERM or SIGINT; ``... explain`` asks running ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import uvloop
 from dynamo.runtime import DistributedRuntime
 
 from kvcr.errors import ConfigError
+from router_hints.asking import explain
 from router_hints.component import RouterComponent
 from router_hints.settings import RouterSettings, parse, prepare_environment
 
@@ -73,6 +74,8 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
+    if sys.argv[1:2] == ["explain"]:
+        sys.exit(explain(sys.argv[2:]))
     try:
         settings = parse(sys.argv[1:], os.environ)
     except ConfigError as error:

@@ -224,6 +224,7 @@ class RouterComponent:
             plan_id=str(query.get("plan_id") or ""),
             request_id=str(query.get("request_id") or ""),
             last=int(query.get("last") or 20),
+            inputs=bool(query.get("inputs")),
         )
 
     async def _status(self, _: Any) -> AsyncIterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ Pure: observations come with their durations, nothing here reads a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -86,16 +86,16 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class CostSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All prices one plan was made from, as it is logged."""
+    """All prices at one moment. The model replaces its parts and never changes them: keeping one is free."""
 
     settings: Settings
     unseen: Prefill
-    prefills: list[tuple[Rank, Prefill]]
-    waits: list[tuple[Rank, float]]
+    prefills: dict[Rank, Prefill]
+    waits: dict[Rank, float]
     rates: list[float]
     """bytes/s by :class:`Link`"""
-    copies: list[tuple[str, str, float, int]]
-    """target, source, bytes/s, :class:`Link`"""
+    copies: dict[str, dict[str, tuple[float, Link]]]
+    """bytes/s and distance, by target and source"""
 
 
 class _Line:
@@ -153,7 +153,8 @@ class CostModel:
         self._seen = self._rates.copy()
         """the same as measured over all pairs: what is assumed of a pair not seen yet"""
         self._copies: dict[str, dict[str, tuple[float, Link]]] = {}
-        """measured bytes/s by target and source"""
+        """measured bytes/s by target and source; this and the two above are replaced, never changed"""
+        self._matrix: tuple[dict[str, int], npt.NDArray[np.float64]] | None = None
 
     def prefill(self, rank: Rank) -> Prefill:
         return self._fits.get(rank, self._unseen)
@@ -172,30 +173,37 @@ class CostModel:
         self, sources: Sequence[str], targets: Sequence[str], links: npt.NDArray[np.int8]
     ) -> npt.NDArray[np.float64]:
         """Bytes/s from each source to each target, ``[targets, sources]`` as ``links`` is."""
-        rates = self._seen[links]
-        columns = {source: column for column, source in enumerate(sources)} if self._copies else {}
-        for row, target in enumerate(targets if self._copies else ()):
-            for source, (rate, _) in self._copies.get(target, {}).items():
-                if (column := columns.get(source)) is not None:
-                    rates[row, column] = rate
-        return rates
+        rates: npt.NDArray[np.float64] = self._seen[links]
+        if not self._copies:
+            return rates
+        rows, table = self._table()
+        unknown = len(rows)
+        here = np.array([rows.get(target, unknown) for target in targets], dtype=np.int64)
+        there = np.array([rows.get(source, unknown) for source in sources], dtype=np.int64)
+        known = table[here[:, None], there]
+        return np.where(np.isnan(known), rates, known)
 
-    def snapshot(self, ranks: Collection[Rank], guards: Iterable[str]) -> CostSnapshot:
-        """Everything a plan among these can depend on."""
-        names = set(guards)
+    def _table(self) -> tuple[dict[str, int], npt.NDArray[np.float64]]:
+        """Measured pairs as a matrix, NaN where none is; its last row and column are of unknown guards."""
+        if self._matrix is None:
+            names = self._copies.keys() | {s for copies in self._copies.values() for s in copies}
+            rows = {name: row for row, name in enumerate(names)}
+            table = np.full((len(rows) + 1, len(rows) + 1), np.nan)
+            for target, copies in self._copies.items():
+                for source, (rate, _) in copies.items():
+                    table[rows[target], rows[source]] = rate
+            self._matrix = rows, table
+        return self._matrix
+
+    def snapshot(self) -> CostSnapshot:
+        """Everything a plan can depend on."""
         return CostSnapshot(
             settings=self.settings,
             unseen=self._unseen,
-            prefills=[(rank, self._fits[rank]) for rank in ranks if rank in self._fits],
-            waits=[(rank, self._waits[rank]) for rank in ranks if rank in self._waits],
+            prefills=self._fits,
+            waits=self._waits,
             rates=self._seen.tolist(),
-            copies=[
-                (target, source, rate, int(link))
-                for target, copies in self._copies.items()
-                if target in names
-                for source, (rate, link) in copies.items()
-                if source in names
-            ],
+            copies=self._copies,
         )
 
     @classmethod
@@ -203,11 +211,10 @@ class CostModel:
         """A model that gives the same prices."""
         model = cls(snapshot.settings)
         model._unseen = snapshot.unseen
-        model._fits = dict(snapshot.prefills)
-        model._waits = dict(snapshot.waits)
+        model._fits = snapshot.prefills
+        model._waits = snapshot.waits
         model._seen = np.array(snapshot.rates)
-        for target, source, rate, link in snapshot.copies:
-            model._copies.setdefault(target, {})[source] = (rate, Link(link))
+        model._copies = snapshot.copies
         return model
 
     def observe_prefill(self, rank: Rank, tokens: int, seconds: float) -> None:
@@ -220,44 +227,59 @@ class CostModel:
         # would look better or worse than the rest for no reason, and get everything or nothing.
         line = self._lines.setdefault(rank, _Line())
         line.observe(float(tokens), seconds)
-        self._fits[rank] = line.fit(self._unseen)
+        self._fits = self._fits | {rank: line.fit(self._unseen)}
 
     def observe_wait(self, rank: Rank, predicted_s: float, seconds: float) -> None:
         """A request waited for others this long, as far as one can tell from its first output."""
         if predicted_s < _WAIT_SAMPLE_S:
             return
         sample = min(max(seconds / predicted_s, 1 / _WAIT_RANGE), _WAIT_RANGE)
-        self._waits[rank] = self.wait_factor(rank) + _WAIT_WEIGHT * (sample - self.wait_factor(rank))
+        factor = self.wait_factor(rank)
+        self._waits = self._waits | {rank: factor + _WAIT_WEIGHT * (sample - factor)}
 
     def observe_copy(self, source: str, target: str, link: Link, byte_count: int, seconds: float) -> None:
         """A copy of this size took this long, as far as one can tell from the first output."""
         if byte_count < _COPY_SAMPLE_BYTES:
             return
         default = float(self._rates[link])
-        copies = self._copies.setdefault(target, {})
+        copies = self._copies.get(target, {})
         known, _ = copies.get(source, (float(self._seen[link]), link))
         sample = byte_count / seconds if seconds > 0 else math.inf
         sample = min(max(sample, default * _SLOWEST_COPY), known * _FASTEST_COPY)
-        copies[source] = ((1 - _COPY_WEIGHT) * known + _COPY_WEIGHT * sample, link)
+        rate = (1 - _COPY_WEIGHT) * known + _COPY_WEIGHT * sample
+        self._copies = self._copies | {target: copies | {source: (rate, link)}}
+        if self._matrix is not None:
+            rows, table = self._matrix
+            if source in rows and target in rows:
+                table[rows[target], rows[source]] = rate
+            else:
+                self._matrix = None
         self._seen[link] += _CLASS_WEIGHT * (sample - self._seen[link])
 
     def relax(self, seconds: float) -> None:
         """So much time went by: what is known of links fades."""
         kept = 0.5 ** (seconds / _HALF_LIFE_S)
         self._seen = self._rates + (self._seen - self._rates) * kept
-        for copies in self._copies.values():
-            for source, (rate, link) in copies.items():
-                default = float(self._rates[link])
-                copies[source] = (default + (rate - default) * kept, link)
+        self._copies = {
+            target: {
+                source: (float(self._rates[link] + (rate - self._rates[link]) * kept), link)
+                for source, (rate, link) in copies.items()
+            }
+            for target, copies in self._copies.items()
+        }
+        self._matrix = None
 
     def forget(self, rank: Rank) -> None:
         """The worker is gone."""
         self._lines.pop(rank, None)
-        self._fits.pop(rank, None)
-        self._waits.pop(rank, None)
+        self._fits = {known: fit for known, fit in self._fits.items() if known != rank}
+        self._waits = {known: factor for known, factor in self._waits.items() if known != rank}
 
     def forget_guard(self, guard: str) -> None:
         """The guard is gone, or another one has its name now."""
-        self._copies.pop(guard, None)
-        for copies in self._copies.values():
-            copies.pop(guard, None)
+        self._copies = {
+            target: {source: known for source, known in copies.items() if source != guard}
+            for target, copies in self._copies.items()
+            if target != guard
+        }
+        self._matrix = None

@@ -218,7 +218,7 @@ class _Attempt:
             blocks=made.blocks,
             copies=made.byte_counts,
         )
-        books.plans.record(made, request_id, number, placed.hint)
+        books.plans.record(made, request_id, number, placed.hint, placed.inputs)
 
     def output(self) -> None:
         """The worker gave an output; the first one says how long things took."""

@@ -22,6 +22,8 @@ REPORT_TTL_S = 10.0
 FAST_S = 3.0
 SLOW_S = 60.0
 """Time constants of the two averages of a rank's queue."""
+_STEP_S = 0.02
+"""Averages are not brought up to date more often than this."""
 ANNOUNCED_GRACE_S = 30.0
 """An announced turn that is this late does not come."""
 MAX_ANNOUNCED = 10_000
@@ -232,8 +234,12 @@ class Ledger:
         """
         self._step(now_s)
         ranks = {}
-        for rank in self._ranks.keys() | self._foreign.keys():
-            sums, queue, foreign_blocks = self._ranks.setdefault(rank, _Rank()), *self._queue(rank, now_s)
+        for rank in self._used():
+            sums = self._ranks[rank]
+            head = next(iter(sums.prefilling), "")
+            if head != sums.head:
+                sums.head, sums.head_since_s = head, now_s
+            queue, foreign_blocks = self._queue(rank, sums, now_s)
             if sums.requests or queue or foreign_blocks or sums.slow > 1.0 or sums.sent.per_s > 1.0:
                 ranks[rank] = Load(
                     queue,
@@ -242,10 +248,10 @@ class Ledger:
                     sums.fast,
                     sums.slow,
                     sums.sent.per_s,
-                    sums.prefilling.get(sums.head, 0),
-                    now_s - sums.head_since_s if sums.head else 0.0,
+                    sums.prefilling.get(head, 0),
+                    now_s - sums.head_since_s if head else 0.0,
                 )
-            else:
+            elif not sums.sent.pending:
                 del self._ranks[rank]
         return Loads(
             ranks,
@@ -259,30 +265,37 @@ class Ledger:
             self._booked.per_s * stale_s * max(0, routers - 1),
         )
 
-    def _queue(self, rank: Rank, now_s: float) -> tuple[int, int]:
+    def _used(self) -> list[Rank]:
+        """Ranks with anything to tell."""
+        for rank in self._foreign:
+            if rank not in self._ranks:
+                self._ranks[rank] = _Rank()
+        return list(self._ranks)
+
+    def _queue(self, rank: Rank, sums: _Rank, now_s: float) -> tuple[int, int]:
         """Tokens queued on a rank, and blocks in use by requests that are not ours."""
-        own = self._ranks[rank].prefill_tokens if rank in self._ranks else 0
         foreign = self._foreign.get(rank)
         if foreign is None:
-            return own, 0
+            return sums.prefill_tokens, 0
         if foreign.until_s <= now_s:
             del self._foreign[rank]
-            return own, 0
-        return own + foreign.prefill_tokens, foreign.blocks
+            return sums.prefill_tokens, 0
+        return sums.prefill_tokens + foreign.prefill_tokens, foreign.blocks
 
     def _step(self, now_s: float) -> None:
         """Bring the averages up to now. The queue is taken to have been since then what it is now."""
-        seconds = 0.0 if self._stepped_s is None else max(0.0, now_s - self._stepped_s)
+        if self._stepped_s is None:
+            self._stepped_s = now_s
+        seconds = now_s - self._stepped_s
+        if seconds < _STEP_S:
+            return
         self._stepped_s = now_s
         self._copied.step(seconds)
         self._booked.step(seconds)
         fast, slow = 1 - math.exp(-seconds / FAST_S), 1 - math.exp(-seconds / SLOW_S)
-        for rank in self._ranks.keys() | self._foreign.keys():
-            sums = self._ranks.setdefault(rank, _Rank())
-            head = next(iter(sums.prefilling), "")
-            if head != sums.head:
-                sums.head, sums.head_since_s = head, now_s
-            queue, _ = self._queue(rank, now_s)
+        for rank in self._used():
+            sums = self._ranks[rank]
+            queue, _ = self._queue(rank, sums, now_s)
             sums.sent.step(seconds)
             sums.fast += fast * (queue - sums.fast)
             sums.slow += slow * (queue - sums.slow)

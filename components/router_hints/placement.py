@@ -21,6 +21,7 @@ from router_hints.guards import Guard, GuardDirectory
 from router_hints.heat import Heat
 from router_hints.hints import build_envelope
 from router_hints.index import IndexView, LocationIndex
+from router_hints.inputs import PlanInputs
 from router_hints.ledger import Ledger
 from router_hints.metrics import Metrics
 from router_hints.planner import Plan, RequestView, Worker, plan
@@ -45,6 +46,8 @@ class Placed:
     hint: dict[str, Any] | None
     target: Guard | None
     """The guard beside the chosen rank."""
+    inputs: PlanInputs | None = None
+    """What the plan was made from."""
 
 
 class Placement:
@@ -106,7 +109,7 @@ class Placement:
         first_space = next(iter(chains.values()), b"")
         rates = self._heat.seen(first_space, time.monotonic())
         view = replace(view, router=self._router, rates_per_s=rates, turn=turn, session=session)
-        made = self._plan(view, candidates, chains, prompt.keyed)
+        inputs, made = self._plan(view, candidates, chains, prompt.keyed)
         target = next(guard for worker, guard in candidates if worker.rank == made.rank)
         hint = None
         if target is not None:
@@ -119,7 +122,7 @@ class Placement:
             hint = None
         self._metrics.plan_seconds.observe(time.perf_counter() - begun)
         self._count(made, prompt)
-        return Placed(made, hint, target)
+        return Placed(made, hint, target, inputs)
 
     def place_ahead(
         self, plan_id: str, salt: str, turn: Turn, session: SessionView, chain: Chain | None
@@ -142,9 +145,10 @@ class Placement:
         )
         candidates = self._candidates({}, ())
         chains = {chain.space: chain.cut(0, view.reusable_blocks)} if chain is not None else {}
-        made = self._plan(view, candidates, chains, keyed=True)
+        inputs, made = self._plan(view, candidates, chains, keyed=True)
         self._metrics.plans.labels(made.reason.value).inc()
-        return Placed(made, None, next(guard for worker, guard in candidates if worker.rank == made.rank))
+        target = next(guard for worker, guard in candidates if worker.rank == made.rank)
+        return Placed(made, None, target, inputs)
 
     def copy_seconds(self, made: Plan, target: str) -> float:
         """What the copies of a plan take, one after the other."""
@@ -160,11 +164,11 @@ class Placement:
         candidates: list[tuple[Worker, Guard | None]],
         chains: dict[KeySpace, bytes],
         keyed: bool,
-    ) -> Plan:
+    ) -> tuple[PlanInputs, Plan]:
         routers, stale_s = self._replicas()
         held = self._look_up(chains, view.reusable_blocks)
         off = self._orders.mode is RouterMode.OFF
-        return plan(
+        arguments = (
             view,
             [worker for worker, _ in candidates],
             held.without(held.guards if off else self._silent()),
@@ -176,6 +180,7 @@ class Placement:
             self._guards.topology,
             time.time(),
         )
+        return PlanInputs.taken(*arguments), plan(*arguments)
 
     def _candidates(
         self, g1_blocks: dict[Rank, int], without: Iterable[int]

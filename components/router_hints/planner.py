@@ -64,7 +64,7 @@ _COPY_WEIGHT = 0.1
 """Price of a second of copying to those who do not wait for it."""
 _SPIKE_WEIGHT = 1.0
 """The same for a copy away from a spike: when that is over the copy has served once."""
-_BEHIND_WEIGHT = 1.0
+_BEHIND_WEIGHT = 3.0
 _POOL_WEIGHT = 0.4
 """Chance that a block pushed out of a full pool would have been used again."""
 _FULL = 0.95
@@ -198,20 +198,25 @@ class _Scene:
         self._way_of = {row: way for way, row in enumerate(self._guarded)}
         budget = costs.settings.copy_budget_bytes_per_s
         self._no_budget = bool(budget) and loads.copied_bytes_per_s >= budget
+        self._prefills = [costs.prefill(worker.rank) for worker in workers]
         self._kept = [0] * len(workers)
         """runs each worker takes"""
         self._reused = list(self._g1)
+        self._copied = [(0, 0)] * len(workers)
+        """blocks and runs that each worker gets from others"""
         self.raw_fetch_s = [0.0] * len(workers)
         self._choose_lengths()
         self._resident = [self._own_prefix(row) for row in range(len(workers))]
         longest = max(self._resident)
         self._replicas = sum(own >= _REPLICA * longest > 0 for own in self._resident)
         self._longest = longest
-        self._rate_per_s = _rate_of(request.rates_per_s, longest)
         self._turns = _later_turns(request.turn)
         self._best = best = max(range(len(workers)), key=lambda row: self._resident[row])
         self._spike = _spike(loads.of(workers[best].rank)) if longest else 0.0
         """how much of the queue at the best holder is new: 0 a trend, 1 a spike"""
+        rate_per_s = _rate_of(request.rates_per_s, longest)
+        self._hot_as_it_is_s = self._hot_s(rate_per_s, self._replicas)
+        self._hot_with_one_more_s = self._hot_s(rate_per_s, self._replicas + 1)
         self._announced: dict[Rank, list[tuple[float, float]]] = {}
         for turn in loads.announced:
             seconds = costs.prefill(turn.rank).seconds(turn.prefill_tokens)
@@ -229,18 +234,24 @@ class _Scene:
             return
         elapsed = np.cumsum(ways.seconds, axis=1)
         starts = np.array([self._g1[row] for row in self._guarded])
-        block_s = np.array([self._prefill(row).seconds(size) for row in self._guarded])
+        block_s = np.array([self._prefills[row].seconds(size) for row in self._guarded])
         gain = (ways.end - starts[:, None]) * block_s[:, None] - elapsed
         gain[np.arange(gain.shape[1]) >= ways.counts[:, None]] = -np.inf
         if self._no_budget:
             # Up to the first copy.
             gain[np.maximum.accumulate(ways.source != OWN, axis=1)] = -np.inf
         last = gain.argmax(axis=1)
+        targets = np.arange(len(last))
+        copied = ways.source != OWN
+        copied &= np.arange(gain.shape[1]) <= last[:, None]
+        blocks = ((ways.end - ways.first) * copied).sum(axis=1).tolist()
+        runs, worth = copied.sum(axis=1).tolist(), (gain[targets, last] > 0).tolist()
+        ends, taken_s = ways.end[targets, last].tolist(), elapsed[targets, last].tolist()
         for way, row in enumerate(self._guarded):
-            if gain[way, last[way]] > 0:
+            if worth[way]:
                 self._kept[row] = int(last[way]) + 1
-                self._reused[row] = int(ways.end[way, last[way]])
-                self.raw_fetch_s[row] = float(elapsed[way, last[way]])
+                self._reused[row], self.raw_fetch_s[row] = ends[way], taken_s[way]
+                self._copied[row] = blocks[way], runs[way]
 
     def _own_prefix(self, row: int) -> int:
         """Leading blocks that the worker has without any copy."""
@@ -248,15 +259,6 @@ class _Scene:
         if way is not None and self._ways.counts[way] and self._ways.source[way, 0] == OWN:
             return int(self._ways.end[way, 0])
         return self._g1[row]
-
-    def _copied(self, row: int) -> tuple[int, int]:
-        """Blocks and runs that the worker gets from others."""
-        way, kept = self._way_of.get(row, -1), self._kept[row]
-        if not kept:
-            return 0, 0
-        copied = self._ways.source[way, :kept] != OWN
-        blocks = int((self._ways.end[way, :kept] - self._ways.first[way, :kept])[copied].sum())
-        return blocks, int(copied.sum())
 
     def sources(self, row: int, chosen: Estimate) -> tuple[SourceRun, ...]:
         """The copies of one worker, in prefix order."""
@@ -292,17 +294,16 @@ class _Scene:
 
     # --- seconds ---------------------------------------------------------------------------------
 
-    def _prefill(self, row: int) -> Prefill:
-        return self.costs.prefill(self.workers[row].rank)
-
     def estimate(self, row: int) -> Estimate:
         """The cost terms of one worker."""
         request, worker, turn = self.request, self.workers[row], self.request.turn
-        load, prefill, settings = self.loads.of(worker.rank), self._prefill(row), self.costs.settings
+        load, prefill, settings = self.loads.of(worker.rank), self._prefills[row], self.costs.settings
         starts_in_s = turn.starts_in_s if request.ahead else 0.0
-        copied_blocks, runs = self._copied(row)
+        copied_blocks, runs = self._copied[row]
         fetch_s, joined = self.raw_fetch_s[row], False
-        ready_in_s = self._ready_in_s(worker.guard, row) if copied_blocks else None
+        ready_in_s = None
+        if copied_blocks and request.session.arriving:
+            ready_in_s = self._ready_in_s(worker.guard, row)
         if ready_in_s is not None and ready_in_s <= fetch_s:
             fetch_s, joined = ready_in_s, True
         copy_s = 0.0
@@ -326,7 +327,7 @@ class _Scene:
             delay_s=self._delay_s(worker.rank, starts_in_s, wait_s + prefill_s),
             pressure_s=self._pressure_s(row, worker, load, prefill) + self._pool_s(row, prefill),
             copy_s=copy_s,
-            hot_s=self._hot_s(row),
+            hot_s=self._hot_with_one_more_s if self._joins(row) else self._hot_as_it_is_s,
             jitter_s=self._jitter_s(worker, prefill),
             bias=_bias(request, worker),
             g1_blocks=self._g1[row],
@@ -365,6 +366,8 @@ class _Scene:
         return wait_s + max(0, ahead) * self.costs.settings.slot_wait_s
 
     def _delay_s(self, rank: Rank, starts_in_s: float, busy_s: float) -> float:
+        if rank not in self._announced:
+            return 0.0
         ends_s = starts_in_s + busy_s
         return sum(
             max(0.0, min(busy_s, ends_s - begins_s))
@@ -382,8 +385,8 @@ class _Scene:
 
     def _behind_s(self, load: Load, prefill: Prefill, prefill_s: float) -> float:
         """What those who come after this one will wait for it, at the pace at which work arrives there."""
-        busy = min(_BUSIEST, prefill.seconds(load.tokens_per_s))
-        return _BEHIND_WEIGHT * prefill_s * busy / (1 - busy)
+        # Not by a queue's busy / (1 - busy): near saturation that is all noise, and outweighs real queues.
+        return _BEHIND_WEIGHT * prefill_s * min(1.0, prefill.seconds(load.tokens_per_s))
 
     def _pool_s(self, row: int, prefill: Prefill) -> float:
         """Part of what this prompt will push out of the worker's pool has to be computed again."""
@@ -393,19 +396,22 @@ class _Scene:
         new = self.request.reusable_blocks - self._resident[row]
         return _POOL_WEIGHT * prefill.seconds(max(0, new - free_blocks) * self.request.block_size)
 
-    def _hot_s(self, row: int) -> float:
-        """Followers' queue (M/D/1) at as many holders as there will be when this worker is one.
+    def _joins(self, row: int) -> bool:
+        """Whether the worker will be one more holder of the prefix."""
+        return self._resident[row] < _REPLICA * self._longest and not self.over_replicated(row)
+
+    def _hot_s(self, rate_per_s: float, replicas: int) -> float:
+        """Followers' queue (M/D/1) at so many holders.
 
         None of them waits longer than computing the prefix elsewhere takes.
         """
-        if not self._longest or self._rate_per_s <= 0:
+        if not self._longest or rate_per_s <= 0:
             return 0.0
-        size, prefill = self.request.block_size, self._prefill(self._best)
+        size, prefill = self.request.block_size, self._prefills[self._best]
         service_s = prefill.overhead_s + prefill.seconds(max(1, self.request.tokens - self._longest * size))
-        joins = self._resident[row] < _REPLICA * self._longest and not self.over_replicated(row)
-        busy = min(_BUSIEST, self._rate_per_s * service_s / (self._replicas + joins))
+        busy = min(_BUSIEST, rate_per_s * service_s / replicas)
         queue_s = min(service_s * busy / (2 * (1 - busy)), prefill.seconds(self._longest * size))
-        return _HOT_HORIZON_S * self._rate_per_s * queue_s
+        return _HOT_HORIZON_S * rate_per_s * queue_s
 
     def _jitter_s(self, worker: Worker, prefill: Prefill) -> float:
         if self.loads.unseen_tokens <= 0:

@@ -270,7 +270,7 @@ class SignalHandler:
             answer.result, answer.reason = "no_worker", str(error)
             return
         made = placed.plan
-        desk.plans.record(made, f"signal {turn.id.signal_id}", 0, None)
+        desk.plans.record(made, f"signal {turn.id.signal_id}", 0, None, placed.inputs)
         desk.plans.ended(made.plan_id, "announced")
         turn.rank = made.rank
         turn.guard = placed.target.name if placed.target is not None else ""

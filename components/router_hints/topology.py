@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ class Place(msgspec.Struct, frozen=True):
     host: str = ""
 
 
-class Topology(msgspec.Struct, frozen=True):
+class Topology(msgspec.Struct, frozen=True, dict=True):
     """Places by guard name."""
 
     places: Mapping[str, Place] = {}
@@ -56,30 +57,42 @@ class Topology(msgspec.Struct, frozen=True):
 
     def links(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.int8]:
         """:class:`Link` from each source to each target, int8 ``[targets, sources]``."""
-        nowhere = Place()
-        there = [self.places.get(source, nowhere) for source in sources]
-        here = [self.places.get(target, nowhere) for target in targets]
-        links = np.full((len(here), len(there)), Link.FAR, dtype=np.int8)
-        zones = _codes([p.zone for p in here]), _codes([p.zone for p in there])
-        links[_same(*zones)] = Link.ZONE
-        domains = _codes([p.rdma_domain for p in here]), _codes([p.rdma_domain for p in there])
-        if any(place.rdma_domain for place in self.places.values()):
-            links[_same(*domains)] = Link.DOMAIN
+        rows = self._rows
+        unknown = len(rows)
+        here = np.array([rows.get(target, unknown) for target in targets], dtype=np.int64)
+        there = np.array([rows.get(source, unknown) for source in sources], dtype=np.int64)
+        links: npt.NDArray[np.int8] = self._all_links[here[:, None], there]
+        return links
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.places)}
+
+    @cached_property
+    def _all_links(self) -> npt.NDArray[np.int8]:
+        """Between all places, and in the last row and column, one of whom nothing is known."""
+        places = [*self.places.values(), Place()]
+        links = np.full((len(places), len(places)), Link.FAR, dtype=np.int8)
+        zones = _codes([place.zone for place in places])
+        links[_same(zones)] = Link.ZONE
+        domains = _codes([place.rdma_domain for place in places])
+        if domains.any():
+            links[_same(domains)] = Link.DOMAIN
         else:
             # Nobody names a domain: only two named zones that differ tell guards apart.
-            apart = (zones[0][:, None] != zones[1]) & (zones[0][:, None] != 0) & (zones[1] != 0)
+            apart = (zones[:, None] != zones) & (zones[:, None] != 0) & (zones != 0)
             links[~apart] = Link.DOMAIN
-        for names in ("boot_id", "host"):
-            codes = _codes([getattr(p, names) for p in here]), _codes([getattr(p, names) for p in there])
-            links[_same(*codes)] = Link.HOST
+        for names in ([place.boot_id for place in places], [place.host for place in places]):
+            links[_same(_codes(names))] = Link.HOST
         return links
 
 
 def _codes(names: Sequence[str]) -> npt.NDArray[np.int64]:
     """Numbers for names, 0 for none: comparing arrays of text is several times as slow."""
-    return np.array([hash(name) if name else 0 for name in names], dtype=np.int64)
+    codes: dict[str, int] = {"": 0}
+    return np.array([codes.setdefault(name, len(codes)) for name in names], dtype=np.int64)
 
 
-def _same(here: npt.NDArray[np.int64], there: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    same: npt.NDArray[np.bool_] = (here[:, None] == there) & (here[:, None] != 0)
+def _same(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = (codes[:, None] == codes) & (codes != 0)
     return same

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -345,6 +347,23 @@ def test_explain_says_why(scene: Scene) -> None:
     assert plan["worker_id"] == scene.workers["w0"].worker_id
     assert (plan["reason"], plan["outcome"]) == ("pinned", "ok")
     assert plan["candidates"][0]["prefill_s"] > 0
+
+
+def test_explain_asks_the_running_router_and_plans_again(scene: Scene) -> None:
+    scene.quiet()
+    scene.ask("why again", worker="w1")
+    seen = scene.seen("w1")
+    told = subprocess.run(
+        [sys.executable, "-m", "router_hints", "explain", seen["id"], "--replay"],
+        env=scene.stack.environment | {"DYN_REQUEST_PLANE": scene.stack.request_plane},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert f"{scene.workers['w1'].worker_id:x}" in told.stdout
+    assert "replay: equal" in told.stdout
 
 
 async def _explain(stack: Stack, query: dict[str, Any]) -> list[dict[str, Any]]:

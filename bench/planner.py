@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to plan: the planner alone on a large deployment, and the hop that the whole router adds to a request.
+
+The plan is of a prompt of 4,096 blocks over 64 workers: looked up in the index and planned, in three
+deployments (nobody has the prompt, ten workers have a part, all have it with holes). What logging its inputs
+for a replay takes is part of it, hashing the prompt is not: that is reported beside it, for a prompt seen for
+the first time and for the next turn of a session that the router knows.
+
+The hop is measured with real etcd, NATS, frontends and fake workers, in three deployments in turns: a
+frontend that routes round robin to the workers, the stock frontend's KV router, and our router between
+frontend and workers. The hop of a router is what it adds to the median of the first;
+``router_hop_over_stock`` is ours over the stock router's.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import _common
+from kvcr.keys import KeySpace, extend_chain, pack_keys
+from kvcr.protocol.events import Inventory
+from router_hints.chains import Chain
+from router_hints.costs import CostModel, Settings
+from router_hints.index import LocationIndex
+from router_hints.inputs import PlanInputs
+from router_hints.ledger import Ledger
+from router_hints.planner import Holder, RequestView, Worker, plan
+from router_hints.topology import Link, Place, Topology
+from tests.integration.router_stack import BLOCK, Stack
+from tests.integration.tiny_tokenizer import write_model
+
+WORKERS = 64
+BLOCKS = 4096
+TOKENS_A_BLOCK = 16
+GUARDS = [f"g{n}" for n in range(WORKERS)]
+RANKS = [(1000 + n, 0) for n in range(WORKERS)]
+
+
+class Deployment:
+    """The state of a router with 64 workers, busy with a few requests each."""
+
+    def __init__(self, keys: bytes, held: Callable[[int], np.ndarray]) -> None:
+        """``held(n)`` says which blocks guard ``n`` has, bool ``[4096]``."""
+        rng = np.random.default_rng(5)
+        self.index = LocationIndex()
+        for number, guard in enumerate(GUARDS):
+            self.index.admit(guard, 1)
+            rows = np.frombuffer(keys, dtype="V16")[held(number)]
+            self.index.apply(Inventory(guard, 1, 1, 2, rows.tobytes() + rng.bytes(16 * 5000), b"", b"", b""))
+        self.ledger, self.costs = Ledger(), CostModel(Settings())
+        for number, rank in enumerate(RANKS):
+            for request in range(6):
+                self.ledger.book(
+                    f"{number}.{request}",
+                    rank,
+                    prefill_tokens=int(rng.integers(0, 4000)),
+                    blocks=300,
+                    copies={GUARDS[int(rng.integers(WORKERS))]: 1_000_000},
+                )
+            self.costs.observe_prefill(rank, 2000, float(rng.random() / 5 + 0.2))
+        for _ in range(600):
+            source, target = (GUARDS[int(n)] for n in rng.integers(WORKERS, size=2))
+            self.costs.observe_copy(source, target, Link.DOMAIN, 10_000_000, float(rng.random() / 50))
+        self.holders = {guard: Holder(guard, f"tcp://{guard}:1", "L", 1_000_000) for guard in GUARDS}
+        self.workers = [
+            Worker(rank, guard=guard, max_requests=32, kv_blocks=20_000)
+            for rank, guard in zip(RANKS, GUARDS, strict=True)
+        ]
+        self.topology = Topology(
+            {guard: Place(f"boot{n // 4}", f"rack{n // 16}", "zone") for n, guard in enumerate(GUARDS)}
+        )
+
+    def plan(self, keys: bytes) -> float:
+        """Milliseconds from the keys to the plan and its inputs."""
+        begun = time.perf_counter()
+        arguments = (
+            RequestView(uuid.uuid4().hex, BLOCKS * TOKENS_A_BLOCK + 5, TOKENS_A_BLOCK, keys[:16]),
+            self.workers,
+            self.index.lookup(keys),
+            self.holders,
+            self.ledger.loads(begun),
+            self.costs,
+            self.topology,
+            begun,
+        )
+        PlanInputs.taken(*arguments)
+        plan(*arguments)
+        return 1e3 * (time.perf_counter() - begun)
+
+
+def plans(keys: bytes, count: int) -> dict[str, list[float]]:
+    rng = np.random.default_rng(6)
+    some = set(rng.choice(WORKERS, 10, replace=False).tolist())
+    lengths = rng.integers(1, BLOCKS, WORKERS)
+    deployments = {
+        "cold": Deployment(keys, lambda n: np.zeros(BLOCKS, np.bool_)),
+        "prefixes": Deployment(keys, lambda n: np.arange(BLOCKS) < (lengths[n] if n in some else 0)),
+        "holes": Deployment(keys, lambda n: rng.random(BLOCKS) < 0.999),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in deployments}
+    gc.disable()
+    for deployment in deployments.values():
+        deployment.plan(keys)
+    for _ in range(count):
+        for name, deployment in deployments.items():
+            taken[name].append(deployment.plan(keys))
+    gc.enable()
+    return taken
+
+
+def hashing(count: int) -> dict[str, float]:
+    """Milliseconds to compute the keys of the prompt: all of them, and those of a session's next turn."""
+    space = KeySpace("bench", "model")
+    tokens = np.random.default_rng(7).integers(0, 100_000, BLOCKS * TOKENS_A_BLOCK + 5)
+    longer = np.concatenate([tokens, tokens[: 40 * TOKENS_A_BLOCK]])
+    first, later = [], []
+    for _ in range(count):
+        begun = time.perf_counter()
+        pack_keys(extend_chain(space.root(), tokens.astype(np.uint32), TOKENS_A_BLOCK))
+        first.append(1e3 * (time.perf_counter() - begun))
+        known = Chain.of(space, TOKENS_A_BLOCK, tokens)  # type: ignore[arg-type]
+        begun = time.perf_counter()
+        Chain.of(space, TOKENS_A_BLOCK, longer, known)  # type: ignore[arg-type]
+        later.append(1e3 * (time.perf_counter() - begun))
+    return {"hash_first_ms": statistics.median(first), "hash_next_turn_ms": statistics.median(later)}
+
+
+# --- the hop ---------------------------------------------------------------------------------------------
+
+
+def start(directory: Path, model: Path, kind: str) -> Stack:
+    """One deployment: two workers behind ``direct``, ``stock`` or ``ours``."""
+    directory.mkdir()
+    stack = Stack(directory, model)
+    surface = ["--surface", "none" if kind == "ours" else "chat"]
+    for name in ("w0", "w1"):
+        if kind == "ours":
+            _, control = stack.guard(f"guard-{name}")
+            stack.worker(name, *surface, "--control", control)
+        else:
+            stack.worker(name, *surface)
+    if kind == "ours":
+        stack.router()
+    mode = ["--router-mode", "kv", "--kv-cache-block-size", str(BLOCK)] if kind == "stock" else []
+    stack.start(
+        "frontend",
+        ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(stack.http_port)]
+        + (mode or ["--router-mode", "round-robin"]),
+    )
+    return stack
+
+
+def hops(rounds: int) -> dict[str, Any]:
+    taken: dict[str, list[float]] = {"direct": [], "stock": [], "ours": []}
+    stacks: dict[str, Stack] = {}
+    rng = random.Random(9)
+    with tempfile.TemporaryDirectory(prefix="kvcr-bench-") as scratch:
+        model = write_model(Path(scratch) / "tiny")
+        try:
+            for kind in taken:
+                _common.say(f"starting: {kind}")
+                stacks[kind] = start(Path(scratch) / kind, model, kind)
+            for stack in stacks.values():
+                stack.ready()
+            for number in range(rounds + 10):
+                # One token a byte: about a thousand, most of them new.
+                prompt = "the same beginning " * 10 + rng.randbytes(400).hex()
+                for kind, stack in stacks.items():
+                    begun = time.perf_counter()
+                    status, _ = stack.ask(prompt)
+                    if status != 200:
+                        raise SystemExit(f"{kind} answers {status}; logs in {stack.directory}")
+                    if number >= 10:
+                        taken[kind].append(1e3 * (time.perf_counter() - begun))
+            metrics = stacks["ours"].metrics()
+        finally:
+            for stack in stacks.values():
+                stack.close()
+    median = {kind: statistics.median(samples) for kind, samples in taken.items()}
+    stock_ms, ours_ms = median["stock"] - median["direct"], median["ours"] - median["direct"]
+    count = metrics["kvcr_router_plan_seconds_count"]
+    return {
+        "router_hop_over_stock": round(ours_ms / stock_ms, 2) if stock_ms > 0 else None,
+        "router_hop_ms": round(ours_ms, 3),
+        "stock_hop_ms": round(stock_ms, 3),
+        "router_plan_mean_ms": round(1e3 * metrics["kvcr_router_plan_seconds_sum"] / count, 3),
+        "request_ms": {kind: _common.summary(samples) for kind, samples in taken.items()},
+    }
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    keys = np.random.default_rng(4).bytes(16 * BLOCKS)
+    taken = plans(keys, 200 if quick else 1000)
+    p99 = {name: sorted(samples)[int(0.99 * len(samples))] for name, samples in taken.items()}
+    for name, samples in taken.items():
+        _common.say(f"plan, {name:9} p50 {statistics.median(samples):6.2f} ms  p99 {p99[name]:6.2f} ms")
+    hashed = hashing(5 if quick else 20)
+    _common.say(f"hashing {hashed['hash_first_ms']:.2f} ms, next turn {hashed['hash_next_turn_ms']:.2f} ms")
+    hop = hops(60 if quick else 300)
+    _common.say(
+        f"hop {hop['router_hop_ms']:.2f} ms, stock {hop['stock_hop_ms']:.2f} ms, "
+        f"of {hop['request_ms']['direct']['median']:.2f} ms without a router"
+    )
+    return {
+        "plan_p99_ms": round(max(p99.values()), 3),
+        "plan_p99_by_deployment_ms": {name: round(value, 3) for name, value in p99.items()},
+        "plan_p50_by_deployment_ms": {name: round(statistics.median(s), 3) for name, s in taken.items()},
+        **{name: round(value, 3) for name, value in hashed.items()},
+        **hop,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(_common.run("planner", measure, (__doc__ or "").splitlines()[0]))

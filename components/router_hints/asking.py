@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m router_hints explain``: why a request went where it went, and whether planning again agrees."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from router_hints.explain import replay, tell
+
+_WAIT_S = 10.0
+
+
+def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """Run the command. Returns its exit code: 0, 1 when a replay differs, 2 when nothing is found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m router_hints explain",
+        description="Print the candidates of a plan, their cost terms in seconds, and the winner.",
+    )
+    parser.add_argument(
+        "request", nargs="?", default="", help="request id or plan id; without it the last plans"
+    )
+    parser.add_argument("--last", type=int, default=1, help="without a request: that many (%(default)s)")
+    parser.add_argument(
+        "--log", help="file of plans, one JSON object a line, as --json writes it; - for stdin"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plans with their inputs, one a line")
+    parser.add_argument("--replay", action="store_true", help="plan again from the inputs and compare")
+    parser.add_argument("--namespace", default=environment.get("DYN_NAMESPACE", "dynamo"))
+    parser.add_argument("--component", default="router")
+    options = parser.parse_args(arguments)
+    if options.log:
+        entries = _from_log(options.log, options.request, options.last)
+    else:
+        entries = asyncio.run(_from_routers(options, environment))
+    if not entries:
+        print(f"no plan of {options.request or 'any request'} is kept", file=sys.stderr)
+        return 2
+    code = 0
+    for entry in entries:
+        print(json.dumps(entry) if options.json else tell(entry))
+        if options.replay:
+            try:
+                same, different = replay(entry)
+            except ValueError as error:
+                print(f"  replay: {error}", file=sys.stderr)
+                code = 1
+                continue
+            print("  replay: equal" if same else "  replay: DIFFERENT\n    " + "\n    ".join(different))
+            code = code or int(not same)
+    return code
+
+
+def _from_log(path: str, wanted: str, last: int) -> list[dict[str, Any]]:
+    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    entries: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    if wanted:
+        return [e for e in entries if wanted in (e["plan_id"], e.get("request_id"))]
+    return entries[-last:]
+
+
+async def _from_routers(options: argparse.Namespace, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Ask every replica: the one that planned knows."""
+    from dynamo.runtime import DistributedRuntime
+
+    env = environment.get
+    runtime = DistributedRuntime(
+        asyncio.get_running_loop(),
+        env("DYN_DISCOVERY_BACKEND", "etcd"),
+        env("DYN_REQUEST_PLANE", "tcp"),
+        event_plane=env("DYN_EVENT_PLANE", "nats"),
+    )
+    found: list[dict[str, Any]] = []
+    try:
+        endpoint = runtime.endpoint(f"{options.namespace}.{options.component}.explain")
+        client = await endpoint.client()
+        async with asyncio.timeout(_WAIT_S):
+            await client.wait_for_instances()
+        queries: list[dict[str, Any]] = [{"last": options.last}]
+        if options.request:
+            queries = [{"request_id": options.request}, {"plan_id": options.request}]
+        for instance in client.instance_ids():
+            for query in queries:
+                asked = await client.direct(query | {"inputs": True}, instance, annotated=False)
+                async for plans in asked:
+                    found.extend(plans)
+    finally:
+        runtime.shutdown()
+    return found if options.request else sorted(found, key=lambda e: float(e["planned_s"]))[-options.last :]
