@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ def measure_directory(directory: Path, name: str, shape: Layout, rounds: int) ->
     started = [restart(directory, name, keys) for _ in range(rounds)]
     return {
         "metadata_bytes_per_block": round(meta_bytes / RECORDS, 1),
+        "private_bytes_per_block": private_bytes(directory / name),
         "attach_200k_s": median(attach_s),
         "attach_200k_cpu_s": median(attach_cpu_s),
         **{what: median([one[what] for one in times]) for what in times[0]},
@@ -157,6 +159,17 @@ def took_ms(work: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     work()
     return 1000 * (time.perf_counter() - started_s)
+
+
+def private_bytes(pool_dir: Path) -> float:
+    """What a guard keeps for each block besides the directory, in memory of its own."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    pool = Pool.attach(pool_dir, guard_incarnation=98)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    pool.close()
+    return round((after - before) / RECORDS, 1)
 
 
 class Started(NamedTuple):

@@ -70,15 +70,19 @@ class WorkerBeside:
             self._by_endpoint_done = True
 
     async def find(self, etcd: EtcdClient, namespace: str, control_endpoint: str) -> None:
-        """Look for the worker of the engine that is attached, now and then until found. Raises EtcdError."""
+        """Look for the worker of the engine that is attached, often until found. Raises EtcdError.
+
+        Now and then also later: what a guard that has just started finds may be the card of a dead worker,
+        whose lease lives on.
+        """
         now_s = time.monotonic()
-        if self.worker_id or now_s < self._next_look_s:
+        if now_s < self._next_look_s:
             return
-        self._next_look_s = now_s + self._look_s
+        self._next_look_s = now_s + (LONGEST_LOOK_S if self.worker_id else self._look_s)
         self._look_s = min(2 * self._look_s, LONGEST_LOOK_S)
         found = await workers_beside(etcd, namespace, control_endpoint)
         alive = [worker_id for worker_id in found if worker_id not in self._ended]
-        if alive and not self.worker_id:
+        if alive and alive[-1] != self.worker_id:
             self.worker_id = alive[-1]
             log.info("worker %x is beside this guard", self.worker_id)
 
