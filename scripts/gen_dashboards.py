@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 FOLDER = Path(__file__).parents[1] / "deploy/grafana/dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHT = 8
-STATES = ("EMPTY", "STANDBY", "CHECKING", "ACTIVE")
+STATES = ("empty", "standby", "checking", "active")
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ def _panel(panel: Panel) -> Any:
         .height(HEIGHT)
     )
     if panel.kind == "states":
-        names = {str(code): ValueMappingResult(text=state) for code, state in enumerate(STATES)}
+        names = {str(code): ValueMappingResult(text=state.upper()) for code, state in enumerate(STATES)}
         built = built.mappings([ValueMap(options=names)])
     for letter, (legend, expression) in zip("ABCDEF", panel.queries, strict=False):
         query = prometheus.Dataquery().datasource(SOURCE).expr(expression).ref_id(letter)

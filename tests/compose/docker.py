@@ -133,7 +133,7 @@ def load_base(daemon: Daemon) -> None:
 
 def _without_ours(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     name = Path(member.name).name
-    return None if "kvcr" in name or name == "__pycache__" else member
+    return None if "kvcr" in name else member
 
 
 def _busybox(root: Path) -> Path:

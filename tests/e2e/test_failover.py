@@ -7,12 +7,14 @@ One graph, one death, one return; the tests look at what was seen on the way, in
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from demo.observe import observe
 from kvcr.graph.processes import descendants
 from tests.e2e.agg import PROMPT_BLOCKS, Agg, messages, prompt_tokens, running
 from tests.e2e.processes import eventually
+from tests.e2e.prometheus import SCRAPE_S, Prometheus, installed
 from tests.e2e.tiny_model import BLOCK_SIZE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -39,6 +42,9 @@ SHORT = 24
 LONG = 1500
 """Tokens of an answer that is still running when the engine is killed."""
 SILENCE_S = 120.0
+WATCHED_S = 600.0
+"""How far back the dashboards look: before the death."""
+DASHBOARDS = sorted((Path(__file__).parents[2] / "deploy/grafana/dashboards").glob("*.json"))
 RETURN_S = 300.0
 
 
@@ -78,12 +84,24 @@ def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agg]:
         yield graph
 
 
+@pytest.fixture(scope="module")
+def prometheus(agg: Agg, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus | None]:
+    """Watches from before the death on, where it is installed."""
+    if not installed():
+        yield None
+        return
+    state = json.loads((agg.graph.run_dir / "graph.json").read_text())
+    server = Prometheus(state, tmp_path_factory.mktemp("prometheus"))
+    yield server
+    server.close()
+
+
 def guard_pages(graph: graphs.Graph) -> dict[str, Page]:
     return {worker.guard: scrape(worker.guard_metrics_url) for worker in graph.workers}
 
 
 @pytest.fixture(scope="module")
-def death(agg: Agg) -> Death:
+def death(agg: Agg, prometheus: Prometheus | None) -> Death:
     graph = agg.graph
     victim, survivor = graph.workers
     known = {
@@ -235,6 +253,20 @@ def test_a_session_that_slept_meanwhile_goes_home_without_a_copy(agg: Agg, back:
     seen = observe(graph, messages(SLEEPER), max_tokens=SHORT, session="sleeper")
     assert seen.worker == graph.workers[0]
     assert (seen.own_tokens, seen.pulled_blocks) == (PROMPT_BLOCKS * BLOCK_SIZE, 0)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_of_the_dashboards_shows_it(
+    prometheus: Prometheus | None, back: Return, path: Path
+) -> None:
+    if prometheus is None:
+        pytest.skip("prometheus is not installed (Debian: apt install prometheus)")
+    # Rates need a second sample of what happened last.
+    time.sleep(3 * SCRAPE_S)
+    panels = [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
+    empty = [panel["title"] for panel in panels if not prometheus.panel(panel, WATCHED_S)]
+    assert panels
+    assert empty == []
 
 
 def test_nothing_of_either_engine_is_left(agg: Agg, back: Return) -> None:

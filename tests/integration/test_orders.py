@@ -133,3 +133,9 @@ def test_an_unknown_worker_is_refused_with_the_known_ones(scene: Scene) -> None:
     error = scene.kvcr("drain", "g9", code=2)["error"]
     assert "no worker 'g9'" in error
     assert "(g0)" in error
+
+
+def test_an_etcd_that_is_away_is_an_error_of_one_line(scene: Scene) -> None:
+    error = scene.kvcr("mode", "--etcd", "http://127.0.0.1:9", code=1)["error"]
+    assert error.startswith("kvcr mode: etcd at http://127.0.0.1:9 does not answer")
+    assert len(error.splitlines()) == 1

@@ -89,16 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
-    try:
-        from kvcr.dynamo.acting import act, new_plan_id
-        from kvcr.dynamo.fleet import Fleet
-    except ImportError as error:
-        raise ConfigError(
-            f"this needs the clients of Dynamo, etcd and NATS: pip install 'dynamo-kvcr[dynamo]' ({error})"
-        ) from error
-    place = deployment.find(arguments)
+    opened = deployment.open_fleet(arguments)
+    from kvcr.dynamo.acting import act, new_plan_id
+
+    place = opened.deployment
     plan_id = new_plan_id()
-    async with Fleet(place) as fleet:
+    async with opened as fleet:
         orders = await _orders(fleet, arguments, plan_id)
     if not orders:
         raise KvcrError("no guard holds any of these blocks")

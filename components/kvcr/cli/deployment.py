@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvcr.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcr.dynamo.fleet import Deployment
+    from kvcr.dynamo.fleet import Deployment, Fleet
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--nats", metavar="URL", help="or NATS_SERVER")
     where.add_argument("--secret-file", metavar="FILE", help="the deployment's secret; or KVCR_SECRET_FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def open_fleet(arguments: argparse.Namespace) -> Fleet:
+    """The deployment's guards and routers, an async context manager. Raises ConfigError."""
+    try:
+        from kvcr.dynamo.fleet import Fleet
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs the clients of Dynamo, etcd and NATS: pip install 'dynamo-kvcr[dynamo]' ({error})"
+        ) from error
+    return Fleet(find(arguments))
 
 
 def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Deployment:

@@ -54,13 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
-    try:
-        from kvcr.dynamo.fleet import Fleet
-    except ImportError as error:
-        raise ConfigError(
-            f"this needs the clients of Dynamo and etcd: pip install 'dynamo-kvcr[dynamo]' ({error})"
-        ) from error
-    async with Fleet(deployment.find(arguments)) as fleet:
+    async with deployment.open_fleet(arguments) as fleet:
         return int(await handler(fleet, arguments))
 
 
@@ -174,13 +168,9 @@ def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:
     folder = arguments.model or fleet.deployment.model
     if folder is None:
         raise ConfigError("--model is missing: the directory of the model whose tokenizer counts")
-    from transformers import AutoTokenizer
+    from kvcr.vllm.tokens import tokenize
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if arguments.raw:
-        return list(tokenizer.encode(text))
-    chat = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    return tokenize(text, folder, raw=arguments.raw)
 
 
 def _keys(record: InstanceRecord, tokens: Sequence[int], salt: str) -> list[str]:

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError."""
     from kvcr.graph.render.compose import render_compose, render_prometheus
     from kvcr.graph.render.dgd import render_dgd
+    from kvcr.graph.render.text import to_yaml
 
     graphs = _load(arguments.graphs)
     if arguments.to == "dgd":
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         document = render_prometheus(graphs)
     else:
         document = render_compose(graphs)
-    text = _header(arguments.to, arguments.graphs) + _yaml(document)
+    text = _header(arguments.to, arguments.graphs) + to_yaml(document)
     if arguments.output:
         Path(arguments.output).write_text(text)
     else:
@@ -74,15 +75,3 @@ def _header(target: str, graphs: Sequence[str]) -> str:
     return (
         f"# SPDX-License-Identifier: Apache-2.0\n# Made by: {command}\n# Change the graph, not this file.\n"
     )
-
-
-def _yaml(document: dict[str, Any]) -> str:
-    import yaml
-
-    class Plain(yaml.SafeDumper):
-        """Without anchors, which readers have to look up."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return yaml.dump(document, Dumper=Plain, sort_keys=False, width=110, default_flow_style=False)

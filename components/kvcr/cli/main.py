@@ -23,7 +23,9 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit code: 0 done, 1 failed, 2 a setting is wrong."""
-    parser, arguments, overrides = _parse(sys.argv[1:] if argv is None else list(argv))
+    given = sys.argv[1:] if argv is None else list(argv)
+    words, overrides = _split_overrides(given) if given[:1] == ["serve"] else (given, [])
+    arguments = parser().parse_args(words)
     try:
         if arguments.command == "serve":
             from kvcr.cli import serve
@@ -68,17 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    parser.print_help()
+    parser().print_help()
     return EXIT_USAGE
 
 
-def _parse(
-    argv: list[str],
-) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[tuple[str, str]]]:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    top = argparse.ArgumentParser(
         prog="kvcr", description="KVCR: a KV cache shared by all workers of a Dynamo deployment."
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
 
     serve = commands.add_parser(
         "serve",
@@ -124,8 +125,7 @@ def _parse(
 
     commands.add_parser("version", help="versions of KVCR and of what it works with")
 
-    words, overrides = _split_overrides(argv) if argv[:1] == ["serve"] else (argv, [])
-    return parser, parser.parse_args(words), overrides
+    return top
 
 
 def _split_overrides(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -48,13 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
-    try:
-        from kvcr.dynamo.fleet import Fleet
-    except ImportError as error:
-        raise ConfigError(
-            f"this needs the clients of Dynamo and etcd: pip install 'dynamo-kvcr[dynamo]' ({error})"
-        ) from error
-    async with Fleet(deployment.find(arguments)) as fleet:
+    async with deployment.open_fleet(arguments) as fleet:
         handler = _drain if arguments.command == "drain" else _mode
         return await handler(fleet, arguments)
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,13 +148,33 @@ class Fleet:
 
     def _make_runtime(self) -> Any:
         os.environ["ETCD_ENDPOINTS"] = self.deployment.etcd
-        # It logs its own start at INFO, which is no news to somebody who asked for a table.
         os.environ.setdefault("DYN_LOG", "error")
         prepare_environment()
+        os.environ.pop("DYN_SYSTEM_PORT", None)
         from dynamo.runtime import DistributedRuntime
 
-        with contextlib.suppress(KeyError):
-            del os.environ["DYN_SYSTEM_PORT"]
-        return DistributedRuntime(
-            asyncio.get_running_loop(), "etcd", os.environ.get("DYN_REQUEST_PLANE", "tcp"), event_plane="zmq"
-        )
+        with _without_stderr():
+            try:
+                return DistributedRuntime(
+                    asyncio.get_running_loop(),
+                    "etcd",
+                    os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+                    event_plane="zmq",
+                )
+            except Exception as error:
+                # The runtime raises plain exceptions.
+                raise Unreachable(f"etcd at {self.deployment.etcd} does not answer: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The runtime logs its start at INFO whatever DYN_LOG says, which is no news to who asked for a table."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)
