@@ -91,6 +91,7 @@ class Kvcr:
         self._scheduler = scheduler
         self._worker = worker
         self._next_job = 1
+        self._drops = 0
         self._results: dict[str, LoadResult] = {}
         self.skipped_hints: Counter[str] = Counter()
         """Hints, or parts of hints, that were not used, by reason."""
@@ -223,6 +224,7 @@ class Kvcr:
                 parents=pack_keys([parents[i] for i in chosen]),
                 engine_hashes=hashes[batch].tobytes(),
                 positions=positions[batch].tobytes(),
+                drops=self._drops,
             )
         )
         self._next_job += 1
@@ -390,8 +392,10 @@ class Kvcr:
         """Take in what the guard said and what the copy thread finished. Never waits."""
         self._scheduler.poll()
         for drop in self._scheduler.take_drops():
-            # Engine memory is the caller's: nothing of it is found by a key.
+            # Engine memory is the caller's: nothing of it is found by a key. What is deposited from here on
+            # is newer than the invalidation.
             self._scheduler.dropped(drop, 0)
+            self._drops = max(self._drops, drop.drop_id)
         for result in self._worker.take_loads():
             self._results[result.request_id] = result
 

@@ -28,7 +28,17 @@ from kvcr.api import (
     extend_chain,
     model_identity,
 )
-from kvcr.protocol.events import FetchPayload, FetchSource, envelope, fetch_action
+from kvcr.keys import pack_keys
+from kvcr.protocol.events import (
+    ACTION_VERSION,
+    INVALIDATE,
+    FetchPayload,
+    FetchSource,
+    InvalidatePayload,
+    action,
+    envelope,
+    fetch_action,
+)
 
 COMPONENTS = Path(__file__).parents[2] / "components"
 LAYERS, LAYER_BYTES, BLOCKS = 4, 6000, 64
@@ -205,6 +215,30 @@ def test_a_hint_is_acted_on(engines: list[Engine], guards: list[RunningGuard]) -
     assert state is not None
     assert is_all(b.kv.deliver("r1", keys, range(10), deadline_s=10.0), BlockStatus.OK)
     assert b.kv.submit_hint("r2", envelope("m", [fetch_action("a", payload)]), keys) is None
+
+
+def test_actions_beside_a_fetch_reach_the_guard_and_what_they_dropped_can_be_stored_again(
+    engines: list[Engine],
+) -> None:
+    a, _ = engines
+    keys = chain(6)
+    a.kv.deposit(keys, range(6))
+    payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[2:4]))
+    hint = envelope("p", [action("0", INVALIDATE, ACTION_VERSION, payload)])
+    assert a.kv.submit_hint("r", hint, keys) is None
+    assert not a.kv.skipped_hints
+    expected = [BlockStatus.OK] * 2 + [BlockStatus.MISS] * 4
+    deadline_s = time.monotonic() + 10
+    while a.kv.query(keys).tolist() != expected and time.monotonic() < deadline_s:
+        a.kv.poll()
+        time.sleep(0.01)
+    assert a.kv.query(keys).tolist() == expected
+    # The guard's word about engine memory comes right behind; what is deposited after it is new.
+    while (
+        not is_all(stored := a.kv.deposit(keys, range(6)), BlockStatus.OK) and time.monotonic() < deadline_s
+    ):
+        pass
+    assert is_all(stored, BlockStatus.OK)
 
 
 def test_a_block_that_rotted_in_the_pool_is_not_delivered(
