@@ -54,13 +54,12 @@ def figures(seen: Failover) -> dict[str, Any]:
         },
         "returned": {
             "ttft_s": round(seen.returned.answer.ttft_s, 4),
+            "ttft_computed_s": round(seen.computed.answer.ttft_s, 4),
             "prompt_tokens": seen.returned.answer.prompt_tokens,
-            "computed_tokens": seen.returned.answer.prompt_tokens - seen.returned.answer.cached_tokens,
+            "computed_tokens": seen.returned.computed_tokens,
             "pulled_blocks": seen.returned.pulled_blocks,
         },
-        "home": None
-        if seen.home is None
-        else {
+        "home": {
             "went_home": seen.home.worker.label == seen.victim.label,
             "own_tokens": seen.home.own_tokens,
             "pulled_tokens": seen.home.pulled_tokens,
@@ -151,8 +150,6 @@ def _returned(report: Mapping[str, Any]) -> str:
 
 def _home(report: Mapping[str, Any]) -> str:
     found = report["home"]
-    if found is None:
-        return "-"
     where = "at home" if found["went_home"] else "on the other worker"
     return f"{where}, {found['computed_tokens']} computed, {found['pulled_tokens']} pulled"
 

@@ -10,17 +10,18 @@ import contextlib
 import os
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo.client import Answer, RequestFailed, ask
+from demo.client import RequestFailed, ask
 from demo.document import follow_up, prompt
 from demo.graph import AGG_GRAPH, Graph, Worker, load, serve
 from demo.load import QUESTIONS, Load, Outcome, Request, Session
 from demo.metrics import Page, growth, scrape
-from demo.observe import CountersDisagree, Seen, observe
+from demo.observe import Seen, observe
 from demo.scenes.share import Waiting, warm_up
 from demo.states import watching
 from kvcr.graph.processes import descendants
@@ -54,14 +55,6 @@ QUICK = Scale(sessions=4, turns=2, words=300)
 
 
 @dataclass(frozen=True)
-class Returned:
-    """The first prompt that the worker which came back knew before."""
-
-    answer: Answer
-    pulled_blocks: int
-
-
-@dataclass(frozen=True)
 class Failover:
     """What was seen. Times are of ``time.monotonic``; bytes and blocks are counters of the guards."""
 
@@ -80,10 +73,11 @@ class Failover:
     """From the dead worker's pool, between death and return."""
     served_blocks: int
     transfers: int
-    returned: Returned
-    home: Seen | None
-    """The next turn of a session that slept meanwhile: the victim has its pool, the router places it. None
-    when something else asked at the same time."""
+    computed: Seen
+    returned: Seen
+    """The same prompt, when the victim computed it and when its successor was asked; the load is over."""
+    home: Seen
+    """The next turn of a session that slept meanwhile: the victim has its pool, the router places it."""
 
 
 def on_and_off(
@@ -110,7 +104,7 @@ def on_and_off(
 
 
 def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failover:
-    """Run the scene on a graph of two workers. Raises RequestFailed, TimeoutError."""
+    """Run the scene on a graph of two workers. Raises TimeoutError, and what :func:`observe` raises."""
     script = _Script(graph, graph.workers[0], tell)
     with watching(graph, script.on_change):
         return _play(graph, scale, script, waiting)
@@ -120,7 +114,7 @@ def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Fail
     victim, survivor = graph.workers
     with waiting(f"worker {victim.label} reads two documents that nobody asks about for a while"):
         witness = prompt(_WITNESS, QUESTIONS[0], scale.words)
-        first = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
+        computed = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
         sleeper = prompt(_SLEEPER, QUESTIONS[0], scale.words)
         slept = observe(graph, sleeper, max_tokens=scale.max_tokens, worker=victim, session="sleeper")
     traffic = Load([_session(graph, number, scale, script) for number in range(scale.sessions)])
@@ -147,17 +141,18 @@ def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Fail
             back, back_s = script.watch_return(before.get(victim.name, Page()))
         served = growth(before.get(victim.name, Page()), script.page_at_return)
         pulled = growth(before.get(survivor.name, Page()), _guard_pages(graph).get(survivor.name, Page()))
-        with waiting(f"worker {victim.label} gets a prompt that it knew before"):
-            returned = _ask_again(back, witness, scale.max_tokens)
-        script.tell_returned(returned, first)
         with waiting(f"{scale.turns} turns each after the return"):
             _until(lambda: traffic.turns_since(back_s) >= scale.turns, "turns", _TURNS_TIMEOUT_S)
     finally:
         with waiting("the last answers"):
             traffic.stop()
     ended_s = time.monotonic()
+    with waiting(f"worker {victim.label} gets a prompt that it knew before"):
+        returned = observe(back, witness, max_tokens=scale.max_tokens, worker=back.workers[0])
+    script.tell_returned(returned, computed)
     with waiting("the next turn of a session that slept meanwhile"):
-        home = _next_turn(back, follow_up(sleeper, slept.answer.text, QUESTIONS[1]), scale.max_tokens)
+        turn = follow_up(sleeper, slept.answer.text, QUESTIONS[1])
+        home = observe(back, turn, max_tokens=scale.max_tokens, session="sleeper")
     script.tell_home(home)
     return Failover(
         guarded=graph.guarded,
@@ -171,6 +166,7 @@ def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Fail
         served_bytes=round(served.total("kvcr_served_bytes_total")),
         served_blocks=round(served.total("kvcr_served_blocks_total")),
         transfers=round(pulled.total("kvcr_pull_seconds_count")),
+        computed=computed,
         returned=returned,
         home=home,
     )
@@ -183,6 +179,7 @@ class _Script:
         self._graph = graph
         self._victim = victim
         self._say = tell
+        self._lock = threading.Lock()
         self._killed_s = self._killed_unix_s = 0.0
         self.active_s: float | None = None
         """When the victim's guard was ACTIVE, by its own word; None without a guard."""
@@ -193,7 +190,8 @@ class _Script:
         """One line of the time line, at now or at ``at_s``; the clock is set at the kill."""
         now_s = time.monotonic() if at_s is None else at_s
         clock = f"{now_s - self._killed_s:+9.2f} s" if self._killed_s else " " * 11
-        self._say(f"{clock}  {what}")
+        with self._lock:
+            self._say(f"{clock}  {what}")
 
     def on_end(self, request: Request) -> None:
         """What the sessions go through, as far as it is worth a line."""
@@ -268,22 +266,21 @@ class _Script:
             time.sleep(0.1)
         raise TimeoutError(f"worker {self._victim.name} was not back within {_RETURN_TIMEOUT_S:g} s")
 
-    def tell_returned(self, returned: Returned, first: Seen) -> None:
+    def tell_returned(self, returned: Seen, computed: Seen) -> None:
         answer = returned.answer
-        same = "the same answer" if answer.text == first.answer.text else "ANOTHER ANSWER"
+        same = "the same answer" if answer.text == computed.answer.text else "ANOTHER ANSWER"
         self.tell(
-            f"a prompt it knew before: first token after {answer.ttft_s:.2f} s (computed: "
-            f"{first.answer.ttft_s:.2f} s), {answer.cached_tokens} of {answer.prompt_tokens} tokens not "
-            f"computed, {returned.pulled_blocks} blocks pulled from peers, {same}"
+            f"a prompt it knew before: first token after {answer.ttft_s:.2f} s instead of "
+            f"{computed.answer.ttft_s:.2f} s, {returned.own_tokens} of {answer.prompt_tokens} tokens from "
+            f"its own pool, {returned.pulled_tokens} pulled, {same}"
         )
 
-    def tell_home(self, home: Seen | None) -> None:
-        if home is not None:
-            self.tell(
-                f"a session of worker {self._victim.label} that slept meanwhile goes on on worker "
-                f"{home.worker.label}: {home.own_tokens} tokens from its own cache, "
-                f"{home.pulled_tokens} pulled, {home.computed_tokens} computed"
-            )
+    def tell_home(self, home: Seen) -> None:
+        self.tell(
+            f"a session of worker {self._victim.label} that slept meanwhile goes on on worker "
+            f"{home.worker.label}: {home.own_tokens} tokens of its own, {home.pulled_tokens} pulled, "
+            f"{home.computed_tokens} computed"
+        )
 
 
 def _session(graph: Graph, number: int, scale: Scale, script: _Script) -> Session:
@@ -321,21 +318,6 @@ def _answers(graph: Graph, worker: Worker) -> bool:
 def _running(worker: Worker) -> float:
     """Requests its engine works on."""
     return scrape(worker.metrics_url).total("vllm:num_requests_running")
-
-
-def _ask_again(graph: Graph, witness: list[Mapping[str, str]], max_tokens: int) -> Returned:
-    worker = graph.workers[0]
-    before = _guard_pages(graph).get(worker.name, Page())
-    answer = ask(graph.frontend_url, graph.model, witness, max_tokens=max_tokens, **graph.pin(worker))
-    after = _guard_pages(graph).get(worker.name, Page())
-    return Returned(answer, round(growth(before, after).total("kvcr_pulled_blocks_total")))
-
-
-def _next_turn(graph: Graph, chat: list[Mapping[str, str]], max_tokens: int) -> Seen | None:
-    try:
-        return observe(graph, chat, max_tokens=max_tokens, session="sleeper")
-    except CountersDisagree:
-        return None
 
 
 def _until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:

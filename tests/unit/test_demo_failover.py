@@ -19,7 +19,8 @@ from demo.client import Answer
 from demo.failover_report import figures, phase_of, quantiles
 from demo.graph import PIN_HEADER, Graph, Worker
 from demo.load import Load, Outcome, Request, Session
-from demo.scenes.failover import Failover, Returned
+from demo.observe import Seen
+from demo.scenes.failover import Failover
 
 Write = Callable[[bytes], None]
 
@@ -110,6 +111,7 @@ def test_silence_is_not_an_error_but_a_hang() -> None:
 
 
 ANSWER = Answer("x", 0.5, 1.0, 500, 480, 10, "r")
+SEEN = Seen(A, ANSWER, 480, 0, 0, 0, 0.0, "", None, 0, 0, 0)
 
 
 def request(
@@ -130,7 +132,7 @@ def seen(*requests: Request, guarded: bool = True) -> Failover:
     """Loaded at 100, killed at 110, back at 130, ended at 140."""
     return Failover(
         guarded, A, requests, 100.0, 110.0, 110.05 if guarded else None, 130.0, 140.0, 1000, 15, 1,
-        Returned(ANSWER, 0), None,
+        SEEN, SEEN, SEEN,
     )  # fmt: skip
 
 
@@ -169,6 +171,12 @@ def test_figures_of_a_failover() -> None:
     assert (report["serves_again_s"], report["active_s"]) == (20.0, 0.05)
     assert report["served_from_dead_pool"] == {"bytes": 1000, "blocks": 15, "transfers": 1}
     assert report["returned"]["computed_tokens"] == 20
+    assert report["home"] == {
+        "went_home": True,
+        "own_tokens": 480,
+        "pulled_tokens": 0,
+        "computed_tokens": 20,
+    }
 
 
 def test_the_pause_of_a_stream_is_the_silence_around_the_kill() -> None:
