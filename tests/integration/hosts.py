@@ -2,7 +2,7 @@
 """Namespaces that stand in for hosts: own network, mounts, processes, /dev/shm and boot id.
 
 Nothing of one is visible in another but what goes over the two cables between them: ``mgmt0`` and
-``data0``. Needs root, or user namespaces; :func:`why_not` says what is missing.
+``data0``. Needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN; :func:`why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 @functools.cache
 def why_not() -> str:
     """Why there can be no such hosts here; empty when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces that stand in for hosts need root"
     for tool in ("unshare", "nsenter", "ip"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
@@ -57,9 +59,8 @@ class Host:
         self.mgmt = f"10.78.0.{number}"
         boot_id = directory / f"boot-{name}-{os.getpid()}"
         boot_id.write_text(_BOOT_ID.read_text() if same_kernel else f"{uuid.uuid4()}\n")
-        user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         self._holder = subprocess.Popen(
-            ["unshare", *user, "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc",
+            ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc",
              "sh", "-c", _SETUP, "sh", str(boot_id)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -71,8 +72,7 @@ class Host:
         boot_id.unlink()
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text()
         self.pid = int(children.split()[0])
-        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        self._enter = ["nsenter", "-t", str(self.pid), *user, "--net", "--mount", "--pid", "--uts", "--"]
+        self._enter = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--pid", "--uts", "--"]
 
     def command(self, *words: str) -> list[str]:
         """The command line that runs ``words`` there."""
@@ -126,7 +126,6 @@ def two_hosts(directory: Path, *, same_kernel: bool = False) -> Iterator[tuple[H
             stack.callback(hosts[-1].close)
         a, b = hosts
         for link in ("mgmt0", "data0"):
-            # From within, as without root only there we may.
             a.run("ip", "link", "add", link, "type", "veth", "peer", "name", "far0")
             _move(a, "far0", b, link)
         for host in hosts:

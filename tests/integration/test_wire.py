@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from engine_client import LAYOUT, EngineClient, GuardProcess, chain, guards
+from engine_client import COMPONENTS, LAYOUT, EngineClient, GuardProcess, chain, guards
 from peer_client import PeerClient
 
 from kvcr.guard.connection import MAX_CONNECTIONS as MAX_UNIX_CONNECTIONS
@@ -289,6 +292,35 @@ def eventually(true: object, within_s: float = 30.0) -> bool:
                 return True
         time.sleep(0.2)
     return False
+
+
+# --- the doctor on one host -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
+def test_the_doctor_measures_every_transport_of_one_host_beside_each_other(guard: GuardProcess) -> None:
+    peer = guard.endpoint.removeprefix("tcp://")
+    command = [sys.executable, "-m", "kvcr.cli", "doctor", "--peer", peer]
+    env = {**os.environ, "PYTHONPATH": str(COMPONENTS), "ETCD_ENDPOINTS": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, env=env, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["healthy"]
+    for direction in report["directions"]:
+        assert direction["interface"] == "lo"
+        assert direction["chosen"] == "shm"
+        measured = {row["way"]: row for row in direction["ways"]}
+        assert list(measured) == ["shm", "nixl over cma", "nixl over tcp"]
+        assert all(row["mb_per_s"] > 1 and not row["error"] for row in measured.values()), measured
+        assert "nixl over rdma" in direction["rejected"]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("kvcr-doctor-")]
+    nobody = subprocess.run(
+        [*command[:-1], "127.0.0.1:1"], capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    assert nobody.returncode == 1
+    assert "tcp://127.0.0.1:1 did not answer" in nobody.stderr
 
 
 # --- other addresses -------------------------------------------------------------------------------

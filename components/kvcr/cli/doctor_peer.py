@@ -108,8 +108,10 @@ def examine(target: Target) -> PeerReport:
 
 
 def find(target: Target, secret: bytes | None) -> PeerRecord:
-    """The peer's record: from the peers file, else from etcd; without a secret the address is enough."""
+    """The peer's record: from the peers file, else from etcd; without a secret, host and port are enough."""
     host, _, port = target.peer.rpartition(":") if _has_port(target.peer) else (target.peer, "", "")
+    if port and secret is None and not target.peers_file:
+        return PeerRecord(f"tcp://{bracketed(host.strip('[]'))}:{port}")
     known = read_peers(target.peers_file) if target.peers_file else []
     trouble = ""
     if not known:
@@ -124,8 +126,6 @@ def find(target: Target, secret: bytes | None) -> PeerRecord:
             continue
         if record.name == target.peer or there in {host.strip("[]"), *addresses}:
             return record
-    if port and secret is None:
-        return PeerRecord(f"tcp://{bracketed(host.strip('[]'))}:{port}")
     names = ", ".join(f"{record.name or '?'} at {record.endpoint}" for record in known) or "none"
     raise ConfigError(
         f"no record of a guard at {target.peer}{trouble}; known: {names}. Set ETCD_ENDPOINTS and --namespace,"
