@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker would cost: the planner's estimates, term by term. Pure, as the planner is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from router_hints.costs import CostModel, Rank
+from router_hints.index import IndexView
+from router_hints.ledger import Load, Loads
+from router_hints.plans import Estimate, RequestView, SourceRun, Worker
+from router_hints.topology import Topology
+from router_hints.turns import Kind, Turn
+from router_hints.ways import OWN, Flags, Floats, Holder, find_ways
+
+LONG_IDLE_S = 600.0
+"""A session that slept this long is woken up, whatever the harness calls the turn."""
+_LATER_WEIGHT = 0.25
+"""Seconds of a later turn count less than those of this one: by then much will have changed."""
+_SECONDS_A_TURN = 60.0
+_MOST_TURNS = 4.0
+_COPY_WEIGHT = 0.1
+"""Price of a second of copying to those who do not wait for it."""
+_SPIKE_WEIGHT = 1.0
+"""The same for a copy away from a spike: when that is over the copy has served once."""
+_BEHIND_WEIGHT = 3.0
+_POOL_WEIGHT = 0.4
+"""Chance that a block pushed out of a full pool would have been used again."""
+_FULL = 0.95
+"""Part of the engine memory in use at which it counts as full."""
+_HOT_HORIZON_S = 1.0
+_BUSIEST = 0.95
+_REPLICA = 0.9
+"""Who has this part of the longest prefix that anybody has counts as one of its holders."""
+
+
+class Scene:
+    """Everything the estimates of one plan share."""
+
+    def __init__(
+        self,
+        request: RequestView,
+        workers: Sequence[Worker],
+        index: IndexView,
+        holders: Mapping[str, Holder],
+        loads: Loads,
+        costs: CostModel,
+        topology: Topology,
+    ) -> None:
+        self.request, self.workers, self.loads, self.costs = request, workers, loads, costs
+        blocks = min(request.reusable_blocks, index.blocks) if index.guards else request.reusable_blocks
+        self._g1 = [min(worker.g1_blocks, request.reusable_blocks) for worker in workers]
+        self._guarded = [row for row, worker in enumerate(workers) if worker.guard in holders]
+        targets = [holders[workers[row].guard] for row in self._guarded]
+        starts = [self._g1[row] for row in self._guarded]
+        self._ways = find_ways(targets, starts, index, holders, blocks, loads.outgoing_bytes, costs, topology)
+        self._way_of = {row: way for way, row in enumerate(self._guarded)}
+        budget = costs.settings.copy_budget_bytes_per_s
+        self._no_budget = bool(budget) and loads.copied_bytes_per_s >= budget
+        self._prefills = [costs.prefill(worker.rank) for worker in workers]
+        self._kept = [0] * len(workers)
+        """runs each worker takes"""
+        self._reused = list(self._g1)
+        self._copied = [(0, 0)] * len(workers)
+        """blocks and runs that each worker gets from others"""
+        self.raw_fetch_s = [0.0] * len(workers)
+        self._choose_lengths()
+        self._resident = [self._own_prefix(row) for row in range(len(workers))]
+        longest = max(self._resident)
+        self._replicas = sum(own >= _REPLICA * longest > 0 for own in self._resident)
+        self._longest = longest
+        self._turns = _later_turns(request.turn)
+        self._best = best = max(range(len(workers)), key=lambda row: self._resident[row])
+        self._spike = _spike(loads.of(workers[best].rank)) if longest else 0.0
+        """how much of the queue at the best holder is new: 0 a trend, 1 a spike"""
+        rate_per_s = _rate_of(request.rates_per_s, longest)
+        self._hot_as_it_is_s = self._hot_s(rate_per_s, self._replicas)
+        self._hot_with_one_more_s = self._hot_s(rate_per_s, self._replicas + 1)
+        self._announced: dict[Rank, list[tuple[float, float]]] = {}
+        for turn in loads.announced:
+            seconds = costs.prefill(turn.rank).seconds(turn.prefill_tokens)
+            self._announced.setdefault(turn.rank, []).append((turn.starts_in_s, seconds))
+        for turns in self._announced.values():
+            turns.sort()
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def _choose_lengths(self) -> None:
+        """How many of its runs each worker takes: blocks are reused as a prefix, so each way to get them is
+        the runs up to one of them, and none that is slower than computing its blocks."""
+        ways, size = self._ways, self.request.block_size
+        if not ways.counts.any():
+            return
+        elapsed = np.cumsum(ways.seconds, axis=1)
+        starts = np.array([self._g1[row] for row in self._guarded])
+        block_s = np.array([self._prefills[row].seconds(size) for row in self._guarded])
+        gain = (ways.end - starts[:, None]) * block_s[:, None] - elapsed
+        gain[np.arange(gain.shape[1]) >= ways.counts[:, None]] = -np.inf
+        if self._no_budget:
+            # Up to the first copy.
+            gain[np.maximum.accumulate(ways.source != OWN, axis=1)] = -np.inf
+        last = gain.argmax(axis=1)
+        targets = np.arange(len(last))
+        copied = ways.source != OWN
+        copied &= np.arange(gain.shape[1]) <= last[:, None]
+        blocks = ((ways.end - ways.first) * copied).sum(axis=1).tolist()
+        runs, worth = copied.sum(axis=1).tolist(), (gain[targets, last] > 0).tolist()
+        ends, taken_s = ways.end[targets, last].tolist(), elapsed[targets, last].tolist()
+        for way, row in enumerate(self._guarded):
+            if worth[way]:
+                self._kept[row] = int(last[way]) + 1
+                self._reused[row], self.raw_fetch_s[row] = ends[way], taken_s[way]
+                self._copied[row] = blocks[way], runs[way]
+
+    def _own_prefix(self, row: int) -> int:
+        """Leading blocks that the worker has without any copy."""
+        way = self._way_of.get(row)
+        if way is not None and self._ways.counts[way] and self._ways.source[way, 0] == OWN:
+            return int(self._ways.end[way, 0])
+        return self._g1[row]
+
+    def sources(self, row: int, chosen: Estimate) -> tuple[SourceRun, ...]:
+        """The copies of one worker, in prefix order."""
+        if not chosen.copied_blocks:
+            return ()
+        way, ways, runs = self._way_of[row], self._ways, []
+        for at in range(self._kept[row]):
+            if ways.source[way, at] != OWN:
+                holder = ways.sources[ways.source[way, at]]
+                first = int(ways.first[way, at])
+                count = int(ways.end[way, at]) - first
+                runs.append(SourceRun(holder.name, holder.endpoint, first, count, count * holder.block_bytes))
+        return tuple(runs)
+
+    def moves(self, row: int) -> bool:
+        """Whether the copies leave their source: a session that slept, alone with its blocks, goes to
+        another home because its old one is busy by trend."""
+        turn = self.request.turn
+        sleeper = turn.kind is Kind.WAKE_UP or turn.idle_s >= LONG_IDLE_S
+        return sleeper and not turn.parent and not is_last(turn) and self._spike < 0.5 and self._replicas == 1
+
+    def over_replicated(self, row: int) -> bool:
+        """Enough guards keep this prefix."""
+        limit = self.costs.settings.max_replicas
+        return 0 < limit <= self._replicas and self._resident[row] < _REPLICA * self._longest
+
+    @property
+    def no_budget(self) -> bool:
+        """Copies were not considered, and there would have been some."""
+        return self._no_budget and bool((self._ways.source[:, 0] != OWN).any() and self._ways.counts.any())
+
+    # --- seconds ---------------------------------------------------------------------------------
+
+    def estimates(self) -> tuple[Estimate, ...]:
+        """The cost terms of every worker. In arrays, one entry a worker: it is most of the time to plan."""
+        request, settings, turn = self.request, self.costs.settings, self.request.turn
+        starts_in_s = turn.starts_in_s if request.ahead else 0.0
+        speed = np.array([prefill.tokens_per_s for prefill in self._prefills])
+        overhead_s = np.array([prefill.overhead_s for prefill in self._prefills])
+        loads = [self.loads.of(worker.rank) for worker in self.workers]
+        requests = np.array([load.requests for load in loads], dtype=np.float64)
+        trend_s = np.array([load.slow_tokens for load in loads]) / speed
+        pace = np.array([load.tokens_per_s for load in loads]) / speed
+        reused, resident = np.array(self._reused), np.array(self._resident)
+        fetch_s = np.array(self.raw_fetch_s)
+        joined = self._join(fetch_s)
+
+        copied = np.array([blocks for blocks, _ in self._copied])
+        price = _COPY_WEIGHT + self._spike * _SPIKE_WEIGHT / (1 + self._turns)
+        if settings.copy_budget_bytes_per_s:
+            price += self.loads.copied_bytes_per_s / settings.copy_budget_bytes_per_s
+        copy_s = np.where((copied > 0) & ~joined, fetch_s * price, 0.0)
+        wait_s = self._wait_s(loads, speed, requests, trend_s, starts_in_s)
+        prefill_s = overhead_s + np.maximum(1, request.tokens - reused * request.block_size) / speed
+        # Not by a queue's busy / (1 - busy): near saturation that is all noise, and outweighs real queues.
+        behind_s = _BEHIND_WEIGHT * prefill_s * np.minimum(1.0, pace)
+        pressure_s = self._pressure_s(loads, speed) + self._pool_s(resident, speed)
+        none = [0.0] * len(loads)
+        columns = zip(
+            self.workers,
+            wait_s.tolist(),
+            np.maximum(0.0, fetch_s - starts_in_s).tolist(),
+            prefill_s.tolist(),
+            (requests * settings.decode_s).tolist(),
+            (_LATER_WEIGHT * self._turns * trend_s + behind_s).tolist(),
+            self._delays_s(starts_in_s, wait_s + prefill_s) if self._announced else none,
+            pressure_s.tolist(),
+            copy_s.tolist(),
+            self._jitters_s(speed) if self.loads.unseen_tokens > 0 else none,
+            self._g1,
+            self._reused,
+            self._copied,
+            joined.tolist(),
+            strict=True,
+        )
+        home = request.session.home
+        return tuple(
+            [
+                Estimate(
+                    rank=worker.rank,
+                    wait_s=wait,
+                    fetch_s=fetch,
+                    prefill_s=prefill,
+                    load_s=load,
+                    later_s=later,
+                    delay_s=delay,
+                    pressure_s=pressure,
+                    copy_s=copy,
+                    hot_s=self._hot_with_one_more_s if self._joins(row) else self._hot_as_it_is_s,
+                    jitter_s=jitter,
+                    bias=_bias(request, worker),
+                    g1_blocks=g1,
+                    local_blocks=reuse - g1 - blocks,
+                    copied_blocks=blocks,
+                    runs=runs,
+                    joined=joins,
+                    at_home=bool(home) and worker.guard == home,
+                )
+                for row, (
+                    worker,
+                    wait,
+                    fetch,
+                    prefill,
+                    load,
+                    later,
+                    delay,
+                    pressure,
+                    copy,
+                    jitter,
+                    g1,
+                    reuse,
+                    (blocks, runs),
+                    joins,
+                ) in enumerate(columns)
+            ]
+        )
+
+    def _join(self, fetch_s: Floats) -> Flags:
+        """Workers whose copies are under way already; ``fetch_s`` becomes the rest of their time."""
+        joined = np.zeros(len(fetch_s), dtype=np.bool_)
+        if not self.request.session.arriving:
+            return joined
+        for row, worker in enumerate(self.workers):
+            if self._copied[row][0]:
+                ready_in_s = self._ready_in_s(worker.guard, row)
+                if ready_in_s is not None and ready_in_s <= fetch_s[row]:
+                    fetch_s[row], joined[row] = ready_in_s, True
+        return joined
+
+    def _ready_in_s(self, guard: str, row: int) -> float | None:
+        """When everything this worker lacks will have arrived from a transfer under way; None: not all."""
+        blocks = self._resident[row]
+        ready_s = 0.0
+        for part in sorted(self.request.session.arriving, key=lambda part: part.first):
+            if part.guard == guard and part.first <= blocks:
+                blocks = max(blocks, part.first + part.count)
+                ready_s = max(ready_s, part.ready_in_s)
+        return ready_s if ready_s and blocks >= self._reused[row] else None
+
+    def _wait_s(
+        self, loads: Sequence[Load], speed: Floats, requests: Floats, trend_s: Floats, starts_in_s: float
+    ) -> Floats:
+        """The queues at that time: what is queued now and announced drains; the trend stays."""
+        done_s = np.minimum(
+            np.array([load.head_s for load in loads]), np.array([load.head_tokens for load in loads]) / speed
+        )
+        queued_s = np.array([load.prefill_tokens for load in loads]) / speed - done_s
+        wait_s: Floats = np.maximum(0.0, queued_s - starts_in_s)
+        for row, worker in enumerate(self.workers if self._announced else ()):
+            left_s, at_s = float(queued_s[row]), 0.0
+            for begins_s, seconds in self._announced.get(worker.rank, ()):
+                if begins_s > starts_in_s:
+                    break
+                left_s, at_s = max(0.0, left_s - (begins_s - at_s)) + seconds, begins_s
+            wait_s[row] = max(0.0, left_s - (starts_in_s - at_s))
+        if starts_in_s > 0:
+            wait_s = np.maximum(wait_s, trend_s)
+        wait_s *= np.array([self.costs.wait_factor(worker.rank) for worker in self.workers])
+        places = np.array([worker.max_requests or np.inf for worker in self.workers])
+        wait_s += np.maximum(0.0, requests - places + 1) * self.costs.settings.slot_wait_s
+        return wait_s
+
+    def _delays_s(self, starts_in_s: float, busy_s: Floats) -> list[float]:
+        return [
+            sum(
+                max(0.0, min(busy, starts_in_s + busy - begins_s))
+                for begins_s, _ in self._announced.get(worker.rank, ())
+                if begins_s > starts_in_s
+            )
+            for worker, busy in zip(self.workers, busy_s.tolist(), strict=True)
+        ]
+
+    def _pressure_s(self, loads: Sequence[Load], speed: Floats) -> Floats:
+        size = self.request.block_size
+        needed = -(-(self.request.tokens + (self.request.turn.osl or 0)) // size) - np.array(self._g1)
+        room = _FULL * np.array([worker.kv_blocks or np.inf for worker in self.workers])
+        used = np.array([load.blocks for load in loads])
+        over: Floats = np.clip(used + needed - room, 0.0, np.maximum(0, needed))
+        return over * size / speed
+
+    def _pool_s(self, resident: npt.NDArray[np.int64], speed: Floats) -> Floats:
+        """Part of what this prompt will push out of a worker's pool has to be computed again."""
+        if not self.loads.free_blocks or is_last(self.request.turn):
+            return np.zeros(len(speed))
+        free = self.loads.free_blocks
+        room = np.array([free.get(worker.guard, np.inf) for worker in self.workers])
+        pushed: Floats = np.maximum(0.0, self.request.reusable_blocks - resident - room)
+        return _POOL_WEIGHT * pushed * self.request.block_size / speed
+
+    def _jitters_s(self, speed: Floats) -> list[float]:
+        request, unseen = self.request, self.loads.unseen_tokens
+        seeds = [f"{request.router}/{request.plan_id}/{w.rank[0]}.{w.rank[1]}".encode() for w in self.workers]
+        parts = [int.from_bytes(hashlib.blake2b(seed, digest_size=4).digest(), "little") for seed in seeds]
+        seconds: list[float] = (np.array(parts) / 2**32 * unseen / speed).tolist()
+        return seconds
+
+    def _joins(self, row: int) -> bool:
+        """Whether the worker will be one more holder of the prefix."""
+        return self._resident[row] < _REPLICA * self._longest and not self.over_replicated(row)
+
+    def _hot_s(self, rate_per_s: float, replicas: int) -> float:
+        """Followers' queue (M/D/1) at so many holders.
+
+        None of them waits longer than computing the prefix elsewhere takes.
+        """
+        if not self._longest or rate_per_s <= 0:
+            return 0.0
+        size, prefill = self.request.block_size, self._prefills[self._best]
+        service_s = prefill.overhead_s + prefill.seconds(max(1, self.request.tokens - self._longest * size))
+        busy = min(_BUSIEST, rate_per_s * service_s / replicas)
+        queue_s = min(service_s * busy / (2 * (1 - busy)), prefill.seconds(self._longest * size))
+        return _HOT_HORIZON_S * rate_per_s * queue_s
+
+
+def _bias(request: RequestView, worker: Worker) -> float:
+    wishes = request.preferred_taints
+    if not wishes:
+        return 1.0
+    wish = sum(weight for taint, weight in wishes.items() if taint in worker.taints)
+    return math.exp(-math.tanh(wish))
+
+
+def _rate_of(rates_per_s: Sequence[float], blocks: int) -> float:
+    """Arrivals of the deepest prefix that is counted within so many blocks."""
+    if not blocks or not rates_per_s:
+        return 0.0
+    return rates_per_s[min(len(rates_per_s), blocks.bit_length()) - 1]
+
+
+def is_last(turn: Turn) -> bool:
+    return turn.last or turn.kind is Kind.ONE_OFF
+
+
+def _later_turns(turn: Turn) -> float:
+    """Turns still to come that would use what is put where this one runs."""
+    if is_last(turn):
+        return 0.0
+    if turn.runs_s is not None:
+        return min(_MOST_TURNS, turn.runs_s / _SECONDS_A_TURN)
+    if turn.next_in_s is not None:
+        return _SECONDS_A_TURN / (_SECONDS_A_TURN + turn.next_in_s)
+    return 0.5
+
+
+def _spike(load: Load) -> float:
+    now = max(load.prefill_tokens, load.fast_tokens)
+    return 1.0 - min(1.0, load.slow_tokens / now) if now and load.slow_tokens < now else 0.0
