@@ -76,13 +76,17 @@ class Pair:
         """The next turn of a session, wherever it goes: what came in there, and what became of it."""
         self.quiet()
         assert self.stack.ask(prompt)[0] == 200
-        for worker in self.workers:
-            if worker.process.poll() is None and not worker.silent("served"):
-                served = worker.said[-1]
-                request = next(said for said in reversed(worker.said) if said["kind"] == "request")
-                assert request["id"] == served["id"]
-                return {"worker": worker.name, **request["request"]}, served
-        raise AssertionError("no worker served it")
+
+        def who() -> Worker | None:
+            alive = (worker for worker in self.workers if worker.process.poll() is None)
+            return next((worker for worker in alive if not worker.silent("served")), None)
+
+        # What it says takes a moment to get here.
+        worker: Worker = until(who, "a worker says that it served it")
+        served = worker.said[-1]
+        request = next(said for said in reversed(worker.said) if said["kind"] == "request")
+        assert request["id"] == served["id"]
+        return {"worker": worker.name, **request["request"]}, served
 
 
 @pytest.fixture
