@@ -111,6 +111,10 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Niceness, -20 to 19, where the process may set it: engines spin, and pulls then wait for a core."""
     lease_ms: int = 5000
     """Longest lease asked from a source for one pull, and longest granted to a peer."""
+    transit_slots: int = 1024
+    """Most slots with blocks for one request alone (no-retain), at a time."""
+    transit_share: float = 0.125
+    """And the most of the pool that those may take, 0 to 1."""
 
     fence_after_s: float = 0.0
     """SIGKILL an engine that was silent for this long, where that is in this process's power. 0: never."""
@@ -133,6 +137,10 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
         _require(self.linger_s >= 0, "linger_s", self.linger_s, "0 (stay) or seconds")
         _require(-20 <= self.nice <= 19, "nice", self.nice, "-20 to 19")
+        _require(self.transit_slots >= 1, "transit_slots", self.transit_slots, "1 or more")
+        _require(
+            0 < self.transit_share <= 1, "transit_share", self.transit_share, "more than 0, and 1 at the most"
+        )
         _require(100 <= self.lease_ms <= 60_000, "lease_ms", self.lease_ms, "100 to 60000")
         _require(
             self.fence_after_s == 0 or self.fence_after_s >= MIN_FENCE_S,
@@ -185,6 +193,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long a request waits to learn what a source has; longer if its hint says recomputing is slow."""
     load_deadline_ms: float = 2000.0
     """After this a load ends with what has arrived. A hint with an estimate brings its own deadline."""
+    local_estimate: bool = True
+    """Stop a pull whose hint has no estimate when this engine would have computed its blocks by then."""
     deposit_decode: bool = True
     """Also keep blocks filled while decoding, not only the prompt's."""
     secondary_tiers: Any = None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcr.guard.pulls import Phase, Pull, Span
@@ -31,10 +31,23 @@ def a_pull(count: int, *spans: tuple[int, int], first: int = 0, give_up_s: float
     )
 
 
-def lease(pull: Pull, source: int, indices: np.ndarray, missing: tuple[int, ...] = ()) -> None:
+def lease(
+    pull: Pull,
+    source: int,
+    indices: np.ndarray,
+    missing: tuple[int, ...] = (),
+    until_s: float = 9.0,
+    gone: bool = False,
+) -> None:
     slots = np.array([-1 if index in missing else 100 + index for index in indices.tolist()], np.int32)
     pull.leased(
-        source, indices, slots, np.full(len(indices), 7, np.uint64), np.zeros((len(indices), 1), np.uint64)
+        source,
+        indices,
+        slots,
+        np.full(len(indices), 7, np.uint64),
+        np.zeros((len(indices), 1), np.uint64),
+        until_s,
+        gone=(slots < 0) if gone else None,
     )
 
 
@@ -167,19 +180,62 @@ def test_recomputing_is_preferred_when_the_projected_end_is_later() -> None:
     pull = a_pull(10, (0, 10), give_up_s=1.0)
     (ask,) = pull.ask()
     lease(pull, 0, ask.indices)
-    assert not pull.too_slow(0.1, None)
-    assert not pull.too_slow(0.1, 100.0)
-    assert pull.too_slow(0.1, 5.0)
+    assert not pull.too_slow(pull.project(0.1, [None]))
+    assert not pull.too_slow(pull.project(0.1, [100.0]))
+    projection = pull.project(0.1, [5.0])
+    assert (projection.left, projection.finish_s, projection.own) == (10, 2.1, False)
+    assert pull.too_slow(projection)
     move(pull, 5)
     # 5 blocks in 0.2 s: the own rate counts, and 5 more fit.
-    assert not pull.too_slow(0.2, 1.0)
-    assert pull.too_slow(1.0, 1e9)
+    projection = pull.project(0.2, [1.0])
+    assert (projection.left, projection.blocks_per_s, projection.own) == (5, 25.0, True)
+    assert not pull.too_slow(projection)
+    assert pull.too_slow(pull.project(1.0, [1e9]))
+
+
+def test_the_projection_adds_up_sources_which_are_read_one_after_the_other() -> None:
+    pull = a_pull(10, (0, 6), (6, 4))
+    for ask in pull.ask():
+        lease(pull, ask.source, ask.indices)
+    projection = pull.project(1.0, [6.0, 2.0])
+    assert (projection.finish_s, projection.blocks_per_s) == (1.0 + 1.0 + 2.0, 10 / 3)
 
 
 def test_without_an_estimate_nothing_is_too_slow() -> None:
-    assert not a_pull(1, (0, 1)).too_slow(1e9, 0.001)
+    pull = a_pull(1, (0, 1))
+    assert not pull.too_slow(pull.project(1e9, [0.001]))
 
 
+def test_a_lease_that_is_over_is_renewed_at_the_same_source_and_what_went_is_gone() -> None:
+    pull = a_pull(4, (0, 4), (0, 4))
+    (ask,) = pull.ask()
+    lease(pull, 0, ask.indices, until_s=1.0)
+    assert move(pull, 1) == [0]
+    assert not pull.expire(0.9)
+    assert pull.expire(1.0)
+    assert pull.next_move(9) is None
+    (again,) = pull.ask()
+    assert (again.source, again.indices.tolist()) == (0, [1, 2, 3])
+    lease(pull, 0, again.indices, missing=(2,), gone=True)
+    (other,) = pull.ask()
+    assert (other.source, other.indices.tolist()) == (1, [2])
+    lease(pull, 1, other.indices, missing=(2,))
+    assert pull.ask() == []
+    assert [move(pull, 9), names(pull)] == [[1, 3], ["OK", "OK", "GONE", "OK"]]
+
+
+def test_a_move_that_could_not_begin_is_the_next_one_again() -> None:
+    pull = a_pull(3, (0, 3))
+    (ask,) = pull.ask()
+    lease(pull, 0, ask.indices)
+    step = pull.next_move(2)
+    assert step is not None
+    pull.unmove(step.indices[1:])
+    assert pull.leased_blocks == 2
+    assert move(pull, 9) == [1, 2]
+
+
+@settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4),
     outcomes=st.lists(st.sampled_from(["lease", "miss", "fail", OK, FAILED, GONE]), max_size=60),

@@ -149,6 +149,8 @@ def flags(arguments: list[str] | None) -> dict[str, Any]:
     flag("--policy", help="package.module:Class of a kvcr.policy.Policy")
     flag("--on-mismatch", help="pool of another layout than the engine's: cold, discard or fail")
     flag("--lease-ms", help="longest lease asked or granted for a pull")
+    flag("--transit-slots", help="most slots with blocks for one request alone (default: 1024)")
+    flag("--transit-share", help="and the most of the pool those may take (default: 0.125)")
     flag("--fence-after-s", help="SIGKILL an engine that is silent for this long (default: never)")
     flag("--scrub-bytes-per-s", help="verify payloads in the background this fast, e.g. 8MiB; 0: not at all")
     flag("--nice", help="niceness, -20 to 19, if allowed (default: -10)")

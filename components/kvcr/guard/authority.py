@@ -40,6 +40,7 @@ from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.serving import Caller, PeerServer
 from kvcr.guard.tombstones import Tombstones
+from kvcr.guard.transit import TransitSlots
 from kvcr.guard.view import GuardState
 from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
@@ -150,7 +151,12 @@ class Guard:
         tombstones, pins, g1 = Tombstones(), Pins(), G1Drops(self.seat, self.meters)
         self._deposits = Deposits(self, self._movers, self.meters, tombstones)
         self._fetches = Fetches(
-            self, self.loop, self.meters, config.lease_ms, lambda ended: self._actions.fetch_ended(ended)
+            self,
+            self.loop,
+            self.meters,
+            config.lease_ms,
+            TransitSlots(config.transit_slots, config.transit_share),
+            lambda ended: self._actions.fetch_ended(ended),
         )
         self._invalidations = Invalidations(self, self.loop, self._fetches, tombstones, g1)
         self._reports = Reports(self.name, self.incarnation, self.meters)
@@ -667,6 +673,8 @@ class Guard:
             },
             "peers": self.peers.status(),
             "pulls": self._fetches.status(),
+            "given_up": self._fetches.give_ups.status(),
+            "transit_slots": self._fetches.transit.used,
             "nixl": self._nixl.status() if self._nixl is not None else None,
             "leases": self._server.lease_count,
             "inventory_sequence": self.inventory.sequence,

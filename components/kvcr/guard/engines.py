@@ -42,6 +42,7 @@ from kvcr.protocol.engine import (
     Reserve,
     Return,
     Role,
+    Taken,
     ToGuard,
     Unpin,
     Use,
@@ -177,6 +178,8 @@ class EngineServer:
                 self._deposits.filled(message, member.rank, member.send)
             case Fetch():
                 self._fetches.start(message, self._seat, member.send, member)
+            case Taken():
+                self._fetches.taken(message, member.rank)
             case Finish():
                 self._fetches.finish(message.request_id)
             case LoadBegin():

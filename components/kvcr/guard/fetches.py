@@ -14,15 +14,25 @@ import numpy.typing as npt
 
 from kvcr.errors import ProtocolError
 from kvcr.guard.choosing import PeerContext
+from kvcr.guard.giving_up import GaveUp, GiveUps
 from kvcr.guard.loop import Loop, Timer
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import Grant, PeerLink, Peers
-from kvcr.guard.pulls import Ask, Indices, Move, Phase, Pull, Span
+from kvcr.guard.peers import LEASE_MARGIN_S, TIER, Grant, PeerLink, Peers
+from kvcr.guard.pulls import Ask, Indices, Move, Phase, Projection, Pull, Span
 from kvcr.guard.quick import QuickPulls
+from kvcr.guard.transit import Freed, Handover, TransitSlots
 from kvcr.keys import KEY_BYTES
-from kvcr.pool import Pool
-from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, u64
-from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
+from kvcr.pool import Granted, Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
+from kvcr.protocol.engine import (
+    BlockStatus,
+    Fetch,
+    FetchLease,
+    FetchProgress,
+    Handed,
+    Taken,
+    ToEngine,
+)
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import Step, StepResult, Transport
 from kvcr.transfer.nixl import NixlTransport
@@ -38,6 +48,18 @@ STEPS_IN_FLIGHT = 2
 """Per pull: one is hashed while the next is copied."""
 
 OVERLOADED = "too many slots wait in quarantine for reads that timed out"
+
+OPTIMISTIC_S = 1.5
+"""How long a lookup without a lease may be used: an evicted slot is not reused for 2 s."""
+
+NO_ROOM_S = 0.05
+"""How often a pull that waits for slots looks for some."""
+
+AFTERLIFE_S = 1.0
+"""After its deadline a request takes no more blocks; what was handed to it is freed then."""
+
+_HANDED_PER_MESSAGE = 1024
+"""At 8 ranks 80 kB."""
 
 MAX_PULLS = 1024
 _PENDING = np.uint8(BlockStatus.PENDING)
@@ -73,12 +95,15 @@ class _Account:
     corrupt_generations: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Transit:
-    """Blocks stored for one request alone."""
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Blocks of one Fetch in our pool, leased until its request is over or its time is."""
 
+    pool: Pool
     origin: object
-    stored: list[tuple[Pool, npt.NDArray[np.int32], npt.NDArray[np.uint64]]] = field(default_factory=list)
+    number: int
+    """Of the Fetch."""
+    held: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +115,8 @@ class _Active:
     pull: Pull
     hashes: npt.NDArray[np.uint64]
     keys: list[bytes]
-    parents: list[bytes]
+    parents: bytes
+    """16 bytes for each key: the one before it"""
     asker: Asker
     answer: Callable[[ToEngine], None]
     """To the scheduler connection that asked."""
@@ -111,6 +137,15 @@ class _Active:
     cancelled: bool = False
     dead: set[int] = field(default_factory=set)
     """Blocks invalidated while they were on their way: not published when they arrive."""
+
+    handover: Handover | None = None
+    """Of a no-retain Fetch: blocks the engine has not taken yet."""
+    lease_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Lease at its source of each block, 0: none."""
+    claim: int = 0
+    """Blocks that are leased and need a slot."""
+    untold: bool = False
+    """Blocks became OK without a step of ours, and the engine was not told."""
 
     def learn(self, indices: Indices, hashes: npt.NDArray[np.uint64]) -> None:
         """Take a source's engine hashes of these blocks where whoever asked did not know them."""
@@ -138,7 +173,13 @@ class Fetches:
     """All pulls of this guard. Belongs to the authority thread."""
 
     def __init__(
-        self, host: Host, loop: Loop, meters: Meters, lease_ms: int, on_end: Callable[[Ended], None]
+        self,
+        host: Host,
+        loop: Loop,
+        meters: Meters,
+        lease_ms: int,
+        transit: TransitSlots,
+        on_end: Callable[[Ended], None],
     ) -> None:
         """``on_end`` hears of each Fetch that began, once it is over."""
         self._host = host
@@ -150,8 +191,16 @@ class Fetches:
         self._getting: dict[bytes, _Active] = {}
         """Key -> the pull that is getting it: one pull in flight for each key."""
         self._waiting: dict[bytes, list[tuple[_Active, int]]] = {}
-        self._transit: dict[str, _Transit] = {}
-        """Request id -> blocks stored for it alone (no_retain), evicted when it finishes."""
+        self.give_ups = GiveUps(meters)
+        self.transit = transit
+        self._handing: dict[tuple[str, int], _Active] = {}
+        """(request id, first) -> its no-retain Fetch."""
+        self._kept: dict[str, list[_Kept]] = {}
+        self._claimed = 0
+        """Sum over the pulls of the blocks that are leased and need a slot."""
+        self._hungry: set[int] = set()
+        """Pulls that wait for slots."""
+        self._feeding: Timer | None = None
         self._count = 0
         self._quick = QuickPulls(host, loop, meters)
 
@@ -233,7 +282,7 @@ class Fetches:
             ),
             hashes=hashes.copy(),
             keys=keys,
-            parents=[fetch.parent, *keys[:-1]],
+            parents=(fetch.parent + fetch.keys)[: len(fetch.keys)],
             asker=asker,
             answer=answer,
             origin=origin,
@@ -241,16 +290,26 @@ class Fetches:
             pool=pool,
             context=context,
             owned=np.zeros(count, np.bool_),
+            handover=Handover(count, pool.layout.ranks) if fetch.no_retain else None,
+            lease_of=np.zeros(count, np.int64),
         )
         self._active[active.number] = active
+        if active.handover is not None:
+            self._handing[fetch.request_id, fetch.first] = active
         found = pool.lookup(fetch.keys)
         here = found.slots >= 0
         pool.touch(found.slots[here], now_s)
+        self._keep(active, found.slots[here], found.generations[here])
         active.pull.resident(here)
         active.timers = [
             self._loop.later(ANSWER_S, lambda: self._answer(active)),
             self._loop.later(deadline_s - now_s, lambda: self._expire(active)),
         ]
+        if active.pull.give_up_s is not None and active.pull.give_up_s < deadline_s:
+            # A pull that nothing is heard of is stopped too.
+            active.timers.append(
+                self._loop.later(active.pull.give_up_s - now_s, lambda: self._advance_if_active(active))
+            )
         self._claim(active)
         self._advance(active)
 
@@ -258,12 +317,15 @@ class Fetches:
         """The request is over: stop its pulls; steps under way still end, and what they bring is kept."""
         for active in [active for active in self._active.values() if active.fetch.request_id == request_id]:
             self._cancel(active)
-        self._drop_transit(request_id)
+        for kept in self._kept.pop(request_id, ()):
+            self._unkeep(kept)
 
     def orphaned(self, origin: object) -> None:
         """The connection that asked is gone for good: stop what it asked for."""
         requests = {active.fetch.request_id for active in self._active.values() if active.origin is origin}
-        requests |= {request_id for request_id, transit in self._transit.items() if transit.origin is origin}
+        requests |= {
+            request_id for request_id, kept in self._kept.items() if any(one.origin is origin for one in kept)
+        }
         for request_id in requests:
             self.finish(request_id)
 
@@ -288,6 +350,27 @@ class Fetches:
                 self._loop.defer(lambda active=active: self._advance_if_active(active))  # type: ignore[misc]
         return count
 
+    def taken(self, message: Taken, rank: int) -> None:
+        """A worker has blocks that were handed to it. Raises ProtocolError on a ragged array."""
+        indices = i32(message.indices)
+        active = self._handing.get((message.request_id, message.first))
+        if active is None or active.handover is None:
+            return
+        if message.unreachable:
+            # What was handed in place is recomputed, once: from now on its blocks pass through our pool.
+            inside = indices[(indices >= 0) & (indices < active.pull.count)]
+            for source in np.unique(active.pull.source[inside]).tolist():
+                link = active.links[source]
+                log.warning("the engine cannot map the pool of %s", link.name or link.endpoint)
+                link.in_place = False
+        freed = active.handover.taken(indices.astype(np.int64), rank)
+        if message.copied:
+            self._count_in_place(active, freed.in_place)
+        if message.corrupt:
+            self._note_corrupt(active, i32(message.corrupt))
+        self._free(active, freed)
+        self._close_if_over(active)
+
     def stop_all(self) -> None:
         """Before the pool is replaced, or the guard ends."""
         for active in list(self._active.values()):
@@ -299,6 +382,7 @@ class Fetches:
         """Ask, copy, tell: whatever can be done now."""
         pull = active.pull
         while True:
+            pull.expire(time.monotonic())
             for ask in pull.ask():
                 self._ask(active, ask)
             self._estimate(active)
@@ -314,22 +398,64 @@ class Fetches:
             self._answer(active)
         if pull.done and not active.reported:
             self._report(active, final=True)
-        if pull.done and active.steps == 0:
+        elif active.untold and not active.reported:
+            self._report(active, final=False)
+        self._count_claim(active)
+        self._close_if_over(active)
+
+    def _close_if_over(self, active: _Active) -> None:
+        handed = active.handover is not None and active.handover.left > 0
+        if active.pull.done and active.steps == 0 and not (handed and not active.cancelled):
             self._close(active)
+
+    def _count_claim(self, active: _Active) -> None:
+        claim = 0 if active.handover is not None else active.pull.leased_blocks
+        self._claimed += claim - active.claim
+        active.claim = claim
 
     def _estimate(self, active: _Active) -> None:
         """Stop when recomputing would be done before the blocks that are left; what arrived is kept."""
         pull = active.pull
-        rates = [link.blocks_per_s for link in active.links if link.blocks_per_s]
-        if not pull.done and pull.too_slow(time.monotonic(), max(rates, default=None)):
-            pull.reasons.setdefault(-1, "recomputing is estimated to be faster")
-            pull.stop(BlockStatus.TOO_SLOW, moving_too=False)
+        if pull.give_up_s is None or pull.done:
+            return
+        block_bytes = active.context.local.block_bytes
+        rates = [link.bytes_per_s for link in active.links]
+        now_s = time.monotonic()
+        projection = pull.project(now_s, [rate / block_bytes if rate else None for rate in rates])
+        if pull.too_slow(projection):
+            self._give_up(active, projection)
+
+    def _give_up(self, active: _Active, projection: Projection) -> None:
+        pull, fetch = active.pull, active.fetch
+        open_ = np.flatnonzero(pull.phase != Phase.FINAL)
+        source = int(pull.source[open_[0]])
+        link = active.links[source] if source >= 0 else None
+        self.give_ups.record(
+            GaveUp(
+                request_id=fetch.request_id,
+                plan_id=fetch.plan_id,
+                peer=(link.name or link.endpoint) if link is not None else "",
+                transport=link.transport.name if link is not None and link.transport is not None else "",
+                estimate="engine" if fetch.local_estimate else "planner",
+                recompute_ms=fetch.give_up_ms,
+                projected_ms=1000 * (projection.finish_s - pull.started_s),
+                blocks_here=int((pull.statuses == BlockStatus.OK).sum()),
+                blocks_left=len(open_),
+                bytes_per_s=projection.blocks_per_s * active.context.local.block_bytes,
+                rate="pull" if projection.own else "link" if projection.blocks_per_s else "none",
+            )
+        )
+        pull.reasons.setdefault(-1, "recomputing is estimated to be faster")
+        pull.stop(BlockStatus.TOO_SLOW, moving_too=False)
 
     def _claim(self, active: _Active) -> None:
         """Blocks that another pull is getting are waited for, the others are ours to get."""
         joined = []
         for index in np.flatnonzero(active.pull.phase == 0).tolist():
             key = active.keys[index]
+            if active.handover is not None and key not in self._getting:
+                # What comes for one request alone is found by no other.
+                continue
             owner = self._getting.setdefault(key, active)
             if owner is active:
                 active.owned[index] = True
@@ -367,10 +493,17 @@ class Fetches:
 
     def _ask(self, active: _Active, ask: Ask) -> None:
         link = active.links[ask.source]
-        if isinstance(link.transport, ShmTransport) and len(ask.indices) <= OPTIMISTIC_BLOCKS:
+        if (
+            isinstance(link.transport, ShmTransport)
+            and len(ask.indices) <= OPTIMISTIC_BLOCKS
+            and active.handover is None
+        ):
             found = link.transport.lookup(self._blob(active, ask.indices))
             active.learn(ask.indices, found.engine_hashes)
-            active.pull.leased(ask.source, ask.indices, found.slots, found.generations, found.checksums)
+            until_s = time.monotonic() + OPTIMISTIC_S
+            active.pull.leased(
+                ask.source, ask.indices, found.slots, found.generations, found.checksums, until_s
+            )
             return
         if link.ready:
             self._lease(active, ask)
@@ -398,21 +531,25 @@ class Fetches:
             self._give_up_source(active, ask.source, OVERLOADED)
             return
         width = link.keys_per_lease()
-        for start in range(0, len(ask.indices), width):
-            indices = ask.indices[start : start + width]
-            left_s = active.pull.deadline_s - time.monotonic()
-            lease_ms = int(min(max(left_s, 0.0) * 1000 + 250, self._lease_ms))
-            link.lease(
-                self._blob(active, indices),
-                lease_ms,
-                max(left_s, 0.001),
-                lambda grant, reason, indices=indices: self._leased(  # type: ignore[misc]
-                    active, ask.source, indices, grant, reason
-                ),
-            )
+        left_s = active.pull.deadline_s - time.monotonic()
+        lease_ms = int(min(max(left_s, 0.0) * 1000 + 250 + 1000 * LEASE_MARGIN_S, self._lease_ms))
+        old = active.lease_of[ask.indices]
+        for renew in np.unique(old).tolist():
+            group = ask.indices[old == renew]
+            for start in range(0, len(group), width):
+                indices = group[start : start + width]
+                link.lease(
+                    self._blob(active, indices),
+                    lease_ms,
+                    max(left_s, 0.001),
+                    lambda grant, reason, indices=indices, renew=renew: self._leased(  # type: ignore[misc]
+                        active, ask.source, indices, grant, reason, renew
+                    ),
+                    renew,
+                )
 
     def _leased(
-        self, active: _Active, source: int, indices: Indices, grant: Grant | None, reason: str
+        self, active: _Active, source: int, indices: Indices, grant: Grant | None, reason: str, renewed: int
     ) -> None:
         link = active.links[source]
         if grant is not None and active.number not in self._active:
@@ -421,10 +558,25 @@ class Fetches:
         if grant is None:
             self._give_up_source(active, source, reason)
         else:
+            leases = self._account(active, source).leases
+            if renewed in leases:
+                leases.remove(renewed)
             if grant.lease_id:
-                self._account(active, source).leases.append(grant.lease_id)
+                leases.append(grant.lease_id)
+            active.lease_of[indices] = grant.lease_id
             active.learn(indices, grant.engine_hashes)
-            active.pull.leased(source, indices, grant.slots, grant.generations, grant.checksums)
+            active.pull.leased(
+                source,
+                indices,
+                grant.slots,
+                grant.generations,
+                grant.checksums,
+                grant.usable_until_s,
+                grant.gone,
+            )
+            if active.handover is None:
+                active.pool.make_room(active.pull.leased_blocks, time.monotonic())
+                self._host.pool_changed()
         # Never from within _advance: requests are answered by messages, or by a link that is lost meanwhile.
         self._loop.defer(lambda: self._advance_if_active(active))
 
@@ -457,17 +609,27 @@ class Fetches:
                 pull.moved(move.indices, gone, now_s)
                 self._give_up_source(active, move.source, OVERLOADED)
                 continue
-            self._move(active, move, transport, now_s)
+            if active.handover is not None and isinstance(transport, ShmTransport) and link.in_place:
+                self._hand_in_place(active, move, transport)
+                continue
+            if not self._move(active, move, transport, now_s):
+                return
 
-    def _move(self, active: _Active, move: Move, transport: Transport, now_s: float) -> None:
+    def _move(self, active: _Active, move: Move, transport: Transport, now_s: float) -> bool:
+        """Begin a step; False when there is no slot for more, for now or at all."""
         pull = active.pull
-        slots, generations = active.pool.allocate(len(move.indices), now_s)
-        self._host.pool_changed()
-        indices = move.indices[: len(slots)]
-        if len(slots) < len(move.indices):
-            pull.refuse(move.indices[len(slots) :], BlockStatus.FAILED, "no free slot in our pool")
+        slots, generations = self._take_slots(active, len(move.indices), now_s)
+        indices, rest = move.indices[: len(slots)], move.indices[len(slots) :]
+        if len(rest):
+            pull.unmove(rest)
+            if self._may_get_slots(active, len(slots)):
+                self._hungry.add(active.number)
+                self._feed_later(NO_ROOM_S)
+            else:
+                left = np.flatnonzero(pull.phase == Phase.LEASED)
+                pull.refuse(left, BlockStatus.FAILED, "no free slot in our pool")
         if not len(slots):
-            return
+            return False
         step = Step(
             pull=active.number,
             source=move.source,
@@ -485,6 +647,168 @@ class Fetches:
             lambda result: self._stepped(active, result, transport.name, now_s),
             lambda step: self._quiet(active, step),
         )
+        return not len(rest)
+
+    # --- slots for what is copied -------------------------------------------------------------------
+
+    def _take_slots(self, active: _Active, count: int, now_s: float) -> Granted:
+        """Up to ``count`` slots. Where they are scarce, the pull that began first has the first claim: two
+        pulls that share what is enough for one would both end in the middle."""
+        pool = active.pool
+        if active.handover is not None:
+            granted = pool.allocate(min(count, self.transit.room(pool)), now_s)
+            self.transit.used += len(granted.slots)
+        else:
+            pool.tick(now_s)
+            if pool.free_count < self._claimed:
+                older = sum(one.claim for one in self._active.values() if one.number < active.number)
+                count = max(0, min(count, pool.free_count - older))
+            granted = pool.allocate(count, now_s)
+        self._host.pool_changed()
+        return granted
+
+    def _may_get_slots(self, active: _Active, got: int) -> bool:
+        """Whether slots may come free while this pull waits. Its deadline ends it in any case."""
+        if got or active.pool.cooling_count:
+            return True
+        if active.handover is not None and self.transit.used:
+            return True
+        return any(
+            other.steps or (other.claim and other.number < active.number)
+            for other in self._active.values()
+            if other is not active
+        )
+
+    def _feed_later(self, delay_s: float) -> None:
+        if self._feeding is None:
+            self._feeding = self._loop.later(delay_s, self._feed)
+
+    def _feed(self) -> None:
+        """Let the pulls that wait for slots try again, those that began first first."""
+        self._feeding = None
+        hungry, self._hungry = sorted(self._hungry), set()
+        for number in hungry:
+            if number in self._active:
+                self._advance(self._active[number])
+
+    def _keep(
+        self, active: _Active, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]
+    ) -> None:
+        """Lease what the request was promised until it is over, or its time is: no later pull evicts it."""
+        request_id, now_s = active.fetch.request_id, time.monotonic()
+        left_s = active.pull.deadline_s + AFTERLIFE_S - now_s
+        if not len(slots) or left_s <= 0 or active.cancelled:
+            return
+        kept = next((one for one in self._kept.get(request_id, ()) if one.number == active.number), None)
+        if kept is None:
+            kept = _Kept(active.pool, active.origin, active.number)
+            self._kept.setdefault(request_id, []).append(kept)
+            self._loop.later(left_s, lambda: self._forget_kept(request_id, kept))
+        held = active.pool.lease(slots, generations)
+        kept.held.append((slots[held], generations[held]))
+
+    def _forget_kept(self, request_id: str, kept: _Kept) -> None:
+        remaining = self._kept.get(request_id, [])
+        if kept in remaining:
+            remaining.remove(kept)
+            self._unkeep(kept)
+        if not remaining:
+            self._kept.pop(request_id, None)
+
+    def _unkeep(self, kept: _Kept) -> None:
+        if kept.pool is self._host.pool:
+            for slots, generations in kept.held:
+                kept.pool.unlease(slots, generations)
+        kept.held.clear()
+
+    # --- what is handed to one request alone --------------------------------------------------------
+
+    def _hand_in_place(self, active: _Active, move: Move, transport: ShmTransport) -> None:
+        """The engine reads these in their source's pool, under our lease."""
+        pull, indices = active.pull, move.indices
+        slots, generations = pull.remote_slots[indices], pull.remote_generations[indices]
+        self._hand(
+            active,
+            indices,
+            slots,
+            generations,
+            pull.checksums[indices],
+            transport.pool_dir,
+            transport.incarnation,
+        )
+        pull.handed(indices)
+        active.untold = True
+        active.pulled[transport.name] = active.pulled.get(transport.name, 0) + len(indices)
+        self._meters.transit_blocks.inc(len(indices), how="in_place")
+
+    def _hand(
+        self,
+        active: _Active,
+        indices: Indices,
+        slots: npt.NDArray[np.int32],
+        generations: npt.NDArray[np.uint64],
+        checksums: npt.NDArray[np.uint64],
+        pool_dir: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        assert active.handover is not None
+        active.handover.hand(indices, slots, generations, in_place=bool(pool_dir))
+        for start in range(0, len(indices), _HANDED_PER_MESSAGE):
+            part = slice(start, start + _HANDED_PER_MESSAGE)
+            active.asker.broadcast(
+                Handed(
+                    request_id=active.fetch.request_id,
+                    first=active.fetch.first,
+                    indices=indices[part].astype("<i4").tobytes(),
+                    slots=slots[part].astype("<i4").tobytes(),
+                    generations=generations[part].astype("<u8").tobytes(),
+                    checksums=checksums[part].astype("<u8").tobytes(),
+                    pool_dir=pool_dir,
+                    incarnation=incarnation,
+                )
+            )
+
+    def _free(self, active: _Active, freed: Freed) -> None:
+        if len(freed.slots):
+            self.transit.used -= len(freed.slots)
+            if active.pool is self._host.pool:
+                active.pool.give_back(freed.slots, freed.generations)
+            if self._hungry:
+                self._loop.defer(self._feed_now)
+
+    def _feed_now(self) -> None:
+        if self._feeding is not None:
+            self._feeding.cancel()
+        self._feed()
+
+    def _count_in_place(self, active: _Active, indices: npt.NDArray[np.intp]) -> None:
+        """What every rank has read in a source's pool counts as pulled from it, on both sides."""
+        for source in np.unique(active.pull.source[indices]).tolist():
+            count = int((active.pull.source[indices] == source).sum())
+            self._count_pulled(active, source, count, ShmTransport.name)
+
+    def _note_corrupt(self, active: _Active, indices: npt.NDArray[np.int32]) -> None:
+        """Bytes that a rank read in a source's pool do not verify: its guard is told with the release."""
+        inside = indices[(indices >= 0) & (indices < active.pull.count)]
+        self._meters.corrupt_blocks.inc(len(inside), where="pull")
+        for source in np.unique(active.pull.source[inside]).tolist():
+            mine = inside[active.pull.source[inside] == source]
+            account = self._account(active, source)
+            account.corrupt_slots += active.pull.remote_slots[mine].tolist()
+            account.corrupt_generations += active.pull.remote_generations[mine].tolist()
+
+    def _count_pulled(self, active: _Active, source: int, count: int, transport: str) -> None:
+        self._meters.pulled_blocks.inc(count, transport=transport)
+        self._meters.pulled_bytes.inc(count * active.context.local.block_bytes, transport=transport)
+        link = active.links[source]
+        self._meters.peer_pulled_bytes.inc(
+            count * active.context.local.block_bytes, peer=link.name or link.endpoint
+        )
+        account = self._account(active, source)
+        account.blocks += count
+        account.transport = transport
+
+    # --- when a step ends ---------------------------------------------------------------------------
 
     def _stepped(self, active: _Active, result: StepResult, transport: str, started_s: float) -> None:
         step, pool = result.step, active.pool
@@ -492,13 +816,18 @@ class Fetches:
         link = active.links[step.source]
         good = result.statuses == BlockStatus.OK
         statuses = result.statuses
+        current = pool is self._host.pool
         if active.dead:
             good &= ~np.isin(step.indices, list(active.dead))
-        if good.any():
-            refused = self._commit(active, step, good, result.checksums, transport)
+        if good.any() and current:
+            refused = self._accept(active, step, good, result.checksums, transport)
             statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
-            link.measured(int(good.sum()), result.seconds)
-        if result.slots_in_flight:
+            self._measure(active, link, transport, int(good.sum()), result.seconds)
+        if active.handover is not None:
+            self.transit.used -= int((~good).sum()) if current else len(step)
+        if not current:
+            log.debug("a step for a pool that was replaced ended")
+        elif result.slots_in_flight:
             # Not free and not ours: out of use, and seen to be, until the transport says that it is quiet.
             pool.quarantine(step.local_slots, step.local_generations)
             self._meters.quarantined_slots.inc(len(step))
@@ -531,7 +860,11 @@ class Fetches:
             self._report(active, final=False)
         self._advance(active)
 
-    def _commit(
+    def _measure(self, active: _Active, link: PeerLink, transport: str, blocks: int, seconds: float) -> None:
+        rate = link.measured(transport, blocks * active.context.local.block_bytes, seconds)
+        self._meters.peer_rate.set(rate, peer=link.name or link.endpoint, transport=transport, tier=str(TIER))
+
+    def _accept(
         self,
         active: _Active,
         step: Step,
@@ -539,33 +872,32 @@ class Fetches:
         checksums: npt.NDArray[np.uint64],
         transport: str,
     ) -> npt.NDArray[np.bool_]:
-        """Publish what arrived; a mask over it of what our pool did not want (its slots are free again)."""
+        """Publish what arrived, or hand it to its request alone; a mask over it of what our pool did not want
+        (its slots are free again)."""
         indices = step.indices[good]
         slots, generations = step.local_slots[good], step.local_generations[good]
+        active.pulled[transport] = active.pulled.get(transport, 0) + len(indices)
+        self._count_pulled(active, step.source, len(indices), transport)
+        if active.handover is not None:
+            if active.reported:
+                # Nobody waits for it any more.
+                self._free(active, Freed(slots, generations, np.empty(0, np.intp)))
+            else:
+                self._hand(active, indices, slots, generations, checksums[good])
+                self._meters.transit_blocks.inc(len(indices), how="slot")
+            return np.zeros(len(indices), bool)
         result = active.pool.commit(
             slots,
             generations,
-            b"".join(active.keys[index] for index in indices.tolist()),
-            b"".join(active.parents[index] for index in indices.tolist()),
+            self._blob(active, indices),
+            _rows(active.parents)[indices].tobytes(),
             active.hashes[indices],
             (indices + active.pull.first).astype(np.uint32),
             checksums[good],
             time.monotonic(),
         )
         self._host.pool_changed()
-        count = len(indices)
-        nbytes = count * active.context.local.block_bytes
-        self._meters.pulled_blocks.inc(count, transport=transport)
-        self._meters.pulled_bytes.inc(nbytes, transport=transport)
-        link = active.links[step.source]
-        self._meters.peer_pulled_bytes.inc(nbytes, peer=link.name or link.endpoint)
-        active.pulled[transport] = active.pulled.get(transport, 0) + count
-        account = self._account(active, step.source)
-        account.blocks += count
-        account.transport = transport
-        if active.fetch.no_retain:
-            transit = self._transit.setdefault(active.fetch.request_id, _Transit(active.origin))
-            transit.stored.append((active.pool, slots[result.committed], generations[result.committed]))
+        self._keep(active, slots[result.committed], generations[result.committed])
         return ~(result.committed | result.duplicate)
 
     def _quiet(self, active: _Active, step: Step) -> None:
@@ -586,6 +918,7 @@ class Fetches:
 
     def _report(self, active: _Active, *, final: bool) -> None:
         pull, fetch = active.pull, active.fetch
+        active.untold = False
         blocks = sum(active.pulled.values())
         seconds = time.monotonic() - pull.started_s
         active.asker.broadcast(
@@ -615,7 +948,14 @@ class Fetches:
         if active.number in self._active:
             active.pull.reasons.setdefault(-1, "the deadline passed")
             active.pull.stop(BlockStatus.TOO_SLOW, moving_too=True)
+            if active.handover is not None:
+                active.timers.append(self._loop.later(AFTERLIFE_S, lambda: self._bury(active)))
             self._advance(active)
+
+    def _bury(self, active: _Active) -> None:
+        """Its time is over, and the engine has not taken, or finished, what it was handed."""
+        if active.number in self._active:
+            self._cancel(active)
 
     def _cancel(self, active: _Active) -> None:
         active.cancelled = True
@@ -628,10 +968,14 @@ class Fetches:
             return
         for timer in active.timers:
             timer.cancel()
+        self._claimed -= active.claim
+        self._hungry.discard(active.number)
+        if active.handover is not None:
+            if self._handing.get((active.fetch.request_id, active.fetch.first)) is active:
+                del self._handing[active.fetch.request_id, active.fetch.first]
+            self._free(active, active.handover.drop())
         for source, account in active.accounts.items():
             self._settle(active, active.links[source], account)
-        if active.cancelled:
-            self._drop_transit(active.fetch.request_id)
         copied = sum(active.pulled.values())
         self._on_end(
             Ended(
@@ -646,13 +990,6 @@ class Fetches:
                 reason=active.pull.reason(),
             )
         )
-
-    def _drop_transit(self, request_id: str) -> None:
-        transit = self._transit.pop(request_id, None)
-        for pool, slots, generations in transit.stored if transit else ():
-            if pool is self._host.pool:
-                pool.evict(slots[pool.still(slots, generations)], time.monotonic(), "no_retain")
-                self._host.pool_changed()
 
     def _settle(self, active: _Active, link: PeerLink, account: _Account) -> None:
         if not account.leases and not account.blocks and not account.corrupt_slots:
@@ -676,7 +1013,7 @@ class Fetches:
         return active.accounts.setdefault(source, _Account())
 
     def _blob(self, active: _Active, indices: Indices) -> bytes:
-        return b"".join(active.keys[index] for index in indices.tolist())
+        return _rows(active.fetch.keys)[indices].tobytes()
 
     def status(self) -> list[dict[str, Any]]:
         """JSON-ready: pulls under way."""
@@ -691,3 +1028,8 @@ class Fetches:
             }
             for active in self._active.values()
         ]
+
+
+def _rows(blob: bytes) -> npt.NDArray[np.void]:
+    """A blob of keys as an array of them."""
+    return np.frombuffer(blob, f"V{KEY_BYTES}")

@@ -49,6 +49,28 @@ class Meters:
             "kvcr_requalified_slots_total", "Of those, slots in use again, as nothing can land any more."
         )
         self.nixl_restarts = gauge("kvcr_nixl_restarts", "Times the NIXL process ended or had to be ended.")
+        self.gave_up = counter(
+            "kvcr_pulls_given_up_total",
+            "Pulls stopped, as recomputing would be done first, by whose estimate and which measured rate.",
+            ["estimate", "rate", "transport"],
+        )
+        self.gave_up_blocks = counter("kvcr_given_up_blocks_total", "Blocks those pulls did not bring.")
+        self.last_give_up = gauge(
+            "kvcr_last_give_up", "What went into the last decision to stop a pull.", ["input"]
+        )
+        self.peer_rate = gauge(
+            "kvcr_pull_bytes_per_second",
+            "How fast blocks came from a peer, measured over the steps so far.",
+            ["peer", "transport", "tier"],
+        )
+        self.transit_slots = gauge(
+            "kvcr_transit_slots", "Slots with blocks for one request alone: used, and the limit.", ["kind"]
+        )
+        self.transit_blocks = counter(
+            "kvcr_transit_blocks_total",
+            "Blocks handed to one request alone: in a transit slot, or in place in the source's pool.",
+            ["how"],
+        )
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])

@@ -25,6 +25,7 @@ from kvcr.guard.ways import Way
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import SPARE_ROWS
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u8, u64
+from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.peer import (
     CANARY_KEY,
     VERSION,
@@ -41,7 +42,8 @@ from kvcr.protocol.peer import (
     to_client,
     to_server,
 )
-from kvcr.transfer.base import Transport
+from kvcr.transfer.base import STEP_BYTES, Transport
+from kvcr.transfer.nixl_messages import STALL_S
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ is used again as soon as it runs. After this long the hello is sent again, on a 
 PROBED_FOR_S = 60.0
 """After the last wish to use it; then a silent peer is only asked again with the next wish."""
 
+LEASE_MARGIN_S = STALL_S + 0.2
+"""A read begins no later than this before its lease ends, for it to be over by then."""
+
 MAX_LINKS = 1024
 """Hints name endpoints; the link opened first makes room."""
 
@@ -73,6 +78,9 @@ _LEASED_BYTES = 150_000
 """Bound of one Leased reply, which over a Unix socket must stay below 200 kB."""
 
 UNIX = "unix://"
+
+TIER = 2
+"""What peers serve."""
 
 
 class Grant(NamedTuple):
@@ -85,6 +93,10 @@ class Grant(NamedTuple):
     """[keys, ranks]"""
     engine_hashes: npt.NDArray[np.uint64]
     """0 where it has none, or does not say"""
+    gone: npt.NDArray[np.bool_]
+    """Where it had a key under the lease that was renewed, and has it no more."""
+    usable_until_s: float
+    """A read under the lease must have begun by then."""
 
 
 class _Channel(Protocol):
@@ -121,8 +133,10 @@ class PeerLink:
         self.probing = probing
         self.rejected: dict[str, str] = {}
         """Ways that are not used, and why."""
-        self.blocks_per_s: float | None = None
-        """Measured, over the pulls so far."""
+        self.rates: dict[str, float] = {}
+        """Bytes per second out of the peer's G2, by transport, measured over the steps so far."""
+        self.in_place = True
+        """Whether the engine may be given the peer's pool to read, where that is reachable at all."""
         self.reason = ""
         """Why the link is not ready."""
         self._context = context
@@ -168,9 +182,17 @@ class PeerLink:
                 self._open()
 
     def lease(
-        self, keys: bytes, lease_ms: int, timeout_s: float, done: Callable[[Grant | None, str], None]
+        self,
+        keys: bytes,
+        lease_ms: int,
+        timeout_s: float,
+        done: Callable[[Grant | None, str], None],
+        renew: int = 0,
     ) -> None:
-        """Ask for a lease on up to :meth:`keys_per_lease` keys; ``done(None, reason)`` when there is none."""
+        """Ask for a lease on up to :meth:`keys_per_lease` keys; ``done(None, reason)`` when there is none.
+
+        ``renew``: a lease on them that is over.
+        """
         transport = self.transport
         if transport is None:
             done(None, self.reason)
@@ -182,14 +204,16 @@ class PeerLink:
             keys=keys,
             lease_ms=lease_ms,
             transport=transport.name,
+            renew=renew,
         )
+        asked_s = time.monotonic()
 
         def answered(reply: ToClient | None, reason: str) -> None:
             if not isinstance(reply, Leased):
                 done(None, reason)
                 return
             try:
-                done(self._grant(reply, len(keys) // KEY_BYTES), "")
+                done(self._grant(reply, len(keys) // KEY_BYTES, asked_s), "")
             except ProtocolError as error:
                 done(None, str(error))
 
@@ -219,11 +243,22 @@ class PeerLink:
 
         self._request(request.op, request, ANSWER_TIMEOUT_S, answered)
 
-    def measured(self, blocks: int, seconds: float) -> None:
-        """Take a step into account for :attr:`blocks_per_s`."""
-        if blocks and seconds > 0:
-            rate = blocks / seconds
-            self.blocks_per_s = rate if self.blocks_per_s is None else 0.7 * self.blocks_per_s + 0.3 * rate
+    def measured(self, transport: str, nbytes: int, seconds: float) -> float:
+        """Take a step into account for :attr:`rates`; returns the new rate.
+
+        A step counts by its size: the fixed cost of a small one says nothing about large ones.
+        """
+        known = self.rates.get(transport)
+        if nbytes and seconds > 0:
+            rate = nbytes / seconds
+            weight = 0.3 * min(1.0, nbytes / STEP_BYTES)
+            self.rates[transport] = rate if known is None else (1 - weight) * known + weight * rate
+        return self.rates.get(transport, 0.0)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of the transport in use; None while nothing was measured."""
+        return self.rates.get(self.transport.name) if self.transport is not None else None
 
     def suspect(self, reason: str) -> None:
         """Its bytes do not come: skip it until it answers a hello, which also tells what changed there."""
@@ -252,7 +287,10 @@ class PeerLink:
             "canary_bytes_per_s": round(outcome.bytes_per_s) if outcome else 0,
             "reason": "" if self.ready else self.reason or "not ready: opening",
             "silent": self._silent,
-            "blocks_per_s": self.blocks_per_s,
+            "rates": [
+                {"transport": transport, "tier": TIER, "bytes_per_s": round(rate)}
+                for transport, rate in self.rates.items()
+            ],
         }
 
     # --- opening ----------------------------------------------------------------------------------
@@ -373,9 +411,8 @@ class PeerLink:
         self.transport, self.way, self.outcome = best.transport, best.way, best.outcome
         self.reason = ""
         self._silent = False
-        if self.blocks_per_s is None:
-            # What is measured of pulls adjusts it.
-            self.blocks_per_s = best.outcome.blocks / max(best.outcome.seconds, 1e-6)
+        # What is measured of pulls adjusts it.
+        self.rates.setdefault(best.transport.name, best.outcome.bytes_per_s)
         log.info(
             "peer %s at %s: %s, as %s; canary verified, %.0f MB/s",
             self.name,
@@ -414,7 +451,7 @@ class PeerLink:
                 done(None, reason)
                 return
             try:
-                slot = int(self._grant(reply, 1).slots[0])
+                slot = int(self._grant(reply, 1, time.monotonic()).slots[0])
             except ProtocolError as error:
                 done(None, str(error))
                 return
@@ -491,14 +528,12 @@ class PeerLink:
         else:
             pending.done(reply, "")
 
-    def _grant(self, reply: Leased, count: int) -> Grant:
+    def _grant(self, reply: Leased, count: int, asked_s: float) -> Grant:
         ranks = len(self._context.local.arrays)
         slots = i32(reply.slots).copy()
         generations, checksums = u64(reply.generations), u64(reply.checksums)
-        if (
-            not len(slots) == len(generations) == len(u8(reply.statuses)) == count
-            or len(checksums) != count * ranks
-        ):
+        statuses = u8(reply.statuses)
+        if not len(slots) == len(generations) == len(statuses) == count or len(checksums) != count * ranks:
             raise ProtocolError(f"lease for {count} keys and {ranks} ranks has other lengths")
         hashes = u64(reply.engine_hashes) if reply.engine_hashes else np.zeros(count, np.uint64)
         if len(hashes) != count:
@@ -506,7 +541,13 @@ class PeerLink:
         limit = self._welcome.slots + SPARE_ROWS if self._welcome else 0
         if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
-        return Grant(reply.lease_id, slots, generations, checksums.reshape(count, ranks), hashes)
+        # On our clock, from when we asked: never later than the source counts. A read that begins must end.
+        lease_s = reply.lease_ms / 1000
+        usable_until_s = asked_s + lease_s - min(LEASE_MARGIN_S, lease_s / 2)
+        gone = statuses == BlockStatus.GONE
+        return Grant(
+            reply.lease_id, slots, generations, checksums.reshape(count, ranks), hashes, gone, usable_until_s
+        )
 
     def _lost(self, reason: str, *, silent: bool = False) -> None:
         """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.

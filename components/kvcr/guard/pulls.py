@@ -3,8 +3,9 @@
 
 Phases of a block::
 
-    WANTED ──ask──> ASKED ──leased──> LEASED ──next_step──> MOVING ──step_done──> FINAL
+    WANTED ──ask──> ASKED ──leased──> LEASED ──next_move──> MOVING ──moved──> FINAL
        ^              │ miss            │ source_failed        │ not OK
+       │              │                 │ lease over           │
        └──────────────┴─────────────────┴──────────────────────┘   next source, or FINAL if none is left
     JOINED: another pull is getting the same block; ends as FINAL, or WANTED when that pull gives up
 """
@@ -53,6 +54,19 @@ class Move(NamedTuple):
     indices: Indices
 
 
+class Projection(NamedTuple):
+    """When a pull would end, and what says so."""
+
+    finish_s: float
+    """Moment at which the last block that is leased would be here."""
+    left: int
+    """Blocks leased and not here."""
+    blocks_per_s: float
+    """Mean over what is left, 0 when nothing is known."""
+    own: bool
+    """The rate is this pull's own; otherwise it is what links to its sources brought before."""
+
+
 class Pull:
     """State of one Fetch. Blocks are numbered from 0 in prefix order; times are seconds of one clock."""
 
@@ -80,6 +94,8 @@ class Pull:
         self.remote_slots = np.full(count, -1, np.int32)
         self.remote_generations = np.zeros(count, np.uint64)
         self.checksums = np.zeros((count, ranks), np.uint64)
+        self.usable_until_s = np.zeros(count)
+        """A read of a leased block must have begun by then."""
         self.reasons: dict[int, str] = {}
         """Why a source was given up."""
         self._statuses = np.full(count, BlockStatus.PENDING, np.uint8)
@@ -140,21 +156,26 @@ class Pull:
         values, counts = np.unique(self._statuses, return_counts=True)
         return {BlockStatus(int(value)): int(count) for value, count in zip(values, counts, strict=True)}
 
-    def too_slow(self, now_s: float, blocks_per_s: float | None) -> bool:
-        """Whether recomputing would be done before the blocks that are left.
+    def project(self, now_s: float, rates: Sequence[float | None]) -> Projection:
+        """When the blocks that are leased would be here.
 
-        ``blocks_per_s``: what is known of the source, used until this pull has a rate of its own.
+        ``rates``: blocks per second that each source is known for, used until this pull has a rate of its
+        own. Sources are read one after the other; one nothing is known of is taken to be infinitely fast.
         """
-        if self.give_up_s is None:
-            return False
-        if now_s >= self.give_up_s:
-            return True
+        coming = np.flatnonzero(np.isin(self.phase, (Phase.LEASED, Phase.MOVING)))
+        left = len(coming)
         if self._first_move_s is not None and self._moved and now_s > self._first_move_s:
-            blocks_per_s = self._moved / (now_s - self._first_move_s)
-        if not blocks_per_s:
-            return False
-        left = int(np.isin(self.phase, (Phase.LEASED, Phase.MOVING)).sum())
-        return now_s + left / blocks_per_s > self.give_up_s
+            own = self._moved / (now_s - self._first_move_s)
+            return Projection(now_s + left / own, left, own, own=True)
+        at = np.bincount(self.source[coming], minlength=len(rates))
+        seconds = sum(
+            blocks / rate for blocks, rate in zip(at.tolist(), rates, strict=True) if blocks and rate
+        )
+        return Projection(now_s + seconds, left, left / seconds if seconds else 0.0, own=False)
+
+    def too_slow(self, projection: Projection) -> bool:
+        """Whether recomputing would be done before the blocks that are left."""
+        return self.give_up_s is not None and not self.done and projection.finish_s > self.give_up_s
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -199,18 +220,24 @@ class Pull:
         slots: npt.NDArray[np.int32],
         generations: npt.NDArray[np.uint64],
         checksums: npt.NDArray[np.uint64],
+        usable_until_s: float,
+        gone: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """The source's answer for blocks that were asked of it; ``slots`` is -1 where it has none.
 
-        ``checksums`` is [blocks, ranks].
+        ``checksums`` is [blocks, ranks]. ``usable_until_s``: when the lease is too near its end to begin a
+        read. ``gone``: what the source had, and has no more.
         """
         current = (self.phase[indices] == Phase.ASKED) & (self.source[indices] == source)
+        if gone is not None:
+            self._fallback[indices[current & gone]] = BlockStatus.GONE
         has = current & (slots >= 0)
         found = indices[has]
         self.phase[found] = Phase.LEASED
         self.remote_slots[found] = slots[has]
         self.remote_generations[found] = generations[has]
         self.checksums[found] = checksums[has]
+        self.usable_until_s[found] = usable_until_s
         self.phase[indices[current & (slots < 0)]] = Phase.WANTED
 
     def source_failed(self, source: int, status: BlockStatus, reason: str) -> None:
@@ -220,10 +247,17 @@ class Pull:
         owed = np.flatnonzero((self.source == source) & np.isin(self.phase, (Phase.ASKED, Phase.LEASED)))
         self._retry(owed, status)
 
+    def expire(self, now_s: float) -> bool:
+        """Leases over by now: their blocks are wanted again, of the same source. True if there were any."""
+        late = np.flatnonzero((self.phase == Phase.LEASED) & (self.usable_until_s <= now_s))
+        self._untried[self.source[late], late] = True
+        self.phase[late] = Phase.WANTED
+        return bool(len(late))
+
     def next_move(self, most: int) -> Move | None:
         """The next blocks to copy, in prefix order, ``most`` at once, all from one source."""
         leased = np.flatnonzero(self.phase == Phase.LEASED)
-        if not len(leased):
+        if not len(leased) or most < 1:
             return None
         source = int(self.source[leased[0]])
         indices = leased[self.source[leased] == source][:most]
@@ -241,6 +275,10 @@ class Pull:
         for status in np.unique(statuses[moving & ~arrived]):
             self._retry(indices[moving & (statuses == status)], BlockStatus(int(status)))
 
+    def handed(self, indices: Indices) -> None:
+        """A move that takes no copy of ours: the engine reads these where they are."""
+        self._finish(indices, BlockStatus.OK)
+
     def refuse(self, indices: Indices, status: BlockStatus, reason: str) -> None:
         """These blocks cannot be taken at all, whoever has them."""
         self.reasons[-1] = reason
@@ -255,6 +293,15 @@ class Pull:
         self._finish(np.flatnonzero(open_), status)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def unmove(self, indices: Indices) -> None:
+        """A :meth:`next_move` that could not begin: its blocks are leased as before."""
+        self.phase[indices] = Phase.LEASED
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that wait for :meth:`next_move`."""
+        return int((self.phase == Phase.LEASED).sum())
 
     def _retry(self, indices: Indices, status: BlockStatus) -> None:
         self.phase[indices] = Phase.WANTED

@@ -77,7 +77,10 @@ class QuickPulls:
             or fetch.move
             or fetch.deadline_ms <= 0
             or not _covered(fetch, count)
-            or (fetch.give_up_ms and 1000 * count > fetch.give_up_ms * (link.blocks_per_s or np.inf))
+            or (
+                fetch.give_up_ms
+                and 1000 * count * block_bytes > fetch.give_up_ms * (link.bytes_per_s or np.inf)
+            )
         ):
             return None
         keys = fetch.keys
@@ -131,7 +134,7 @@ class QuickPulls:
                 first=fetch.first,
             )
         )
-        link.measured(count, result.seconds)
+        link.measured(transport.name, count * block_bytes, result.seconds)
         self._account(link, count, count - kept, now_s - started_s, block_bytes)
         return Pulled(statuses, now_s - started_s)
 

@@ -226,6 +226,8 @@ class PeerServer:
         hashes = np.zeros(count, np.uint64)
         lease_id = 0
         lease_ms = min(max(request.lease_ms, 1), self._max_lease_ms)
+        if request.renew:
+            caller.leases.discard(request.renew)
         if has.any():
             pool.lease(slots[has], generations[has])
             pool.touch(slots[has], time.monotonic())
@@ -233,12 +235,16 @@ class PeerServer:
             hashes[has] = pool.record(slots[has]).engine_hashes
             lease_id = self._grant(slots[has], generations[has], lease_ms, request.transport == "nixl")
             caller.leases.add(lease_id)
+        if request.renew:
+            # After the new lease: what both name is held throughout.
+            self._end(request.renew)
+        absent = BlockStatus.GONE if request.renew else BlockStatus.MISS
         reply(
             Leased(
                 op=request.op,
                 incarnation=self._host.incarnation,
                 lease_id=lease_id,
-                statuses=np.where(has, BlockStatus.OK, BlockStatus.MISS).astype(np.uint8).tobytes(),
+                statuses=np.where(has, BlockStatus.OK, absent).astype(np.uint8).tobytes(),
                 slots=slots.astype("<i4").tobytes(),
                 generations=generations.astype("<u8").tobytes(),
                 checksums=checksums.astype("<u8").tobytes(),

@@ -212,6 +212,21 @@ class Pool:
         self._set(slots, SlotState.GRANTED, generations)
         return Granted(slots, generations)
 
+    @property
+    def free_count(self) -> int:
+        """Slots that can be granted now."""
+        return len(self._free)
+
+    @property
+    def cooling_count(self) -> int:
+        """Slots that can be granted once they have cooled and nothing leases them."""
+        return len(self._cooling)
+
+    def make_room(self, count: int, now_s: float) -> None:
+        """Evict ahead of a need for ``count`` slots: they are there when they have cooled."""
+        self.tick(now_s)
+        self._evict_ahead(min(count, self.slots), now_s)
+
     def commit(
         self,
         slots: I32,

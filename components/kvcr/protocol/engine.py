@@ -182,6 +182,8 @@ class Fetch(Message, frozen=True):
     """The source drops each block once it is committed here."""
     action_id: str = ""
     """of the hint's action, for the result; empty when the fetch came from no hint"""
+    local_estimate: bool = False
+    """``give_up_ms`` is the engine's own, from its measured prefill speed, and no planner's."""
 
 
 class Act(Message, frozen=True):
@@ -240,6 +242,44 @@ class FetchProgress(Message, frozen=True):
     transport: str = ""
     first: int = 0
     """``first`` of the Fetch, to tell the parts of a split one apart."""
+
+
+class Handed(Message, frozen=True):
+    """Guard to every process of the engine: where blocks of a no-retain Fetch are. Before the FetchProgress
+    that calls them OK; workers answer with Taken.
+
+    They are in no directory. Without ``pool_dir`` they are in transit slots of our pool, which are granted to
+    the guard; with it they are READY in that other guard's pool, to be read in place.
+    """
+
+    request_id: str
+    first: int
+    """``first`` of the Fetch"""
+    indices: bytes
+    """int32 each: which blocks of the Fetch"""
+    slots: bytes
+    """int32 each"""
+    generations: bytes
+    """uint64 each"""
+    checksums: bytes
+    """uint64 for each block and rank, block-major: xxh3-64 of that rank's part"""
+    pool_dir: str = ""
+    incarnation: int = 0
+    """Of the guard whose pool that is."""
+
+
+class Taken(Message, frozen=True):
+    """Worker to guard: these blocks of a Handed are in its engine memory, or will not be read any more."""
+
+    request_id: str
+    first: int
+    indices: bytes
+    """int32 each"""
+    copied: bool = True
+    unreachable: bool = False
+    """This process cannot map the other guard's pool."""
+    corrupt: bytes = b""
+    """int32 each: blocks, of another guard's pool, that did not verify"""
 
 
 class Finish(Message, frozen=True):
@@ -316,8 +356,9 @@ ToGuard = (
     | Alive
     | Act
     | DroppedG1
+    | Taken
 )
-ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress | DropG1
+ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress | DropG1 | Handed
 
 to_guard: Codec[ToGuard] = Codec(ToGuard)
 to_engine: Codec[ToEngine] = Codec(ToEngine)

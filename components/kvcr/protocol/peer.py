@@ -85,6 +85,8 @@ class Lease(Message, frozen=True):
     lease_ms: int
     transport: str
     """``shm`` or ``nixl``: with ``nixl`` the source keeps its agent progressing while the lease lives"""
+    renew: int = 0
+    """A lease on these keys that is over or about to be. It ends; what is here no more is GONE, no MISS."""
 
 
 class Leased(Message, frozen=True):
@@ -92,7 +94,7 @@ class Leased(Message, frozen=True):
     incarnation: int
     lease_id: int
     statuses: bytes
-    """uint8 BlockStatus for each key: OK or MISS"""
+    """uint8 BlockStatus for each key: OK, MISS, or GONE where the lease that was to be renewed had it"""
     slots: bytes
     """int32 for each key, -1 where missing"""
     generations: bytes

@@ -42,6 +42,8 @@ class ShmTransport:
 
         Raises FileNotFoundError, PermissionError, PoolError or LayoutMismatch when the files do not do.
         """
+        self.pool_dir = str(pool_dir)
+        self.incarnation = incarnation
         self._reader = PoolReader.open(pool_dir)
         if self._reader.incarnation != incarnation:
             raise PoolCorrupt(f"the pool in {pool_dir}, as seen from here, is another guard's")
