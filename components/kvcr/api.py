@@ -298,7 +298,7 @@ class Kvcr:
         hint = parse_envelope(envelope, self.skipped_hints)
         if hint is None:
             return None
-        sources = sources_for(hint, keys, engine_hashes, self.skipped_hints)
+        sources = sources_for(hint, pack_keys(keys), np.array(engine_hashes, np.uint64), self.skipped_hints)
         run = missing_run(sources, self._scheduler.lookup(pack_keys(keys)))
         if run is None:
             return None

@@ -185,13 +185,47 @@ def test_blocks_from_several_sources_and_misses(directory: Path) -> None:
         assert all(target.right(keys[:30]))
 
 
-def test_no_retain_blocks_leave_with_their_request(directory: Path) -> None:
-    with a_pair(directory, 4) as (_, target, root, keys, sources):
-        target.fetch("once", keys, root, sources, no_retain=True)
-        assert all(target.right(keys))
-        target.finish("once")
-        assert target.guard.wait_metric('kvcr_evicted_blocks_total{reason="no_retain"}', 4) == 4
-        assert not any(target.right(keys))
+def test_a_lease_that_was_reaped_is_answered_with_gone_in_one_round_trip(directory: Path) -> None:
+    root, keys = chain(3, "tenant")
+    with (
+        guards(directory, "a", arguments=["--lease-ms", "100"], slots=8) as (guard,),
+        EngineClient(guard, "engine-a") as client,
+        Router(guard.endpoint) as peer,
+    ):
+        client.deposit(keys[:2], root)
+        leased = peer.ask(Lease(1, "peer", 1, pack_keys(keys), 60_000, "shm"))
+        assert isinstance(leased, Leased)
+        assert leased.lease_ms == 100
+        # The lease ends, and others take the place of one of the blocks.
+        deadline_s = time.monotonic() + 20
+        others = iter(range(1000))
+        while all(client.right(keys[:2])):
+            assert time.monotonic() < deadline_s
+            other_root, other = chain(1, f"other-{next(others)}")
+            with contextlib.suppress(AssertionError):
+                client.deposit(other, other_root)
+        late = peer.ask(Lease(2, "peer", 1, pack_keys(keys), 1000, "shm", leased.lease_id))
+        assert isinstance(late, Leased)
+        still = client.right(keys[:2])
+        assert u8(late.statuses).tolist() == [
+            *(OK if here else BlockStatus.GONE for here in still),
+            BlockStatus.GONE,
+        ]
+        assert BlockStatus.GONE in u8(late.statuses).tolist()[:2]
+
+
+def test_leases_shorter_than_the_pull_are_renewed(directory: Path) -> None:
+    """While the pull waits for nothing but its turn, a lease of 100 ms runs out many times."""
+    with a_pair(directory, 400, ["--transport", "shm", "--lease-ms", "100"]) as (
+        _,
+        target,
+        root,
+        keys,
+        sources,
+    ):
+        for number in range(3):
+            _, progress = target.fetch(f"r{number}", keys, root, sources, deadline_ms=20_000)
+        assert statuses(progress) == [OK] * 400
 
 
 def test_a_hopeless_estimate_stops_the_pull(directory: Path) -> None:
@@ -199,6 +233,62 @@ def test_a_hopeless_estimate_stops_the_pull(directory: Path) -> None:
         _, progress = target.fetch("r", keys, root, sources, give_up_ms=0.001)
         assert set(statuses(progress)) == {BlockStatus.TOO_SLOW}
         assert_no_slot_is_lost(target)
+        metrics = target.guard.metrics()
+        given_up = {name: value for name, value in metrics.items() if "pulls_given_up" in name}
+        assert sum(given_up.values()) == 1
+        assert all('estimate="planner"' in name for name in given_up)
+        assert metrics['kvcr_last_give_up{input="recompute_ms"}'] == 0.001
+        assert metrics['kvcr_last_give_up{input="blocks_left"}'] == 64
+        assert "request r plan -: gave up a pull from a" in target.guard.log_path.read_text()
+
+
+@needs_nixl
+def test_a_source_that_is_slow_is_given_up_and_what_arrived_is_kept(directory: Path) -> None:
+    """Throttled for real: the source's NIXL process runs for 1 ms in 50, over TCP, which needs it."""
+    with a_pair(directory, 700, ["--transport", "nixl"], TCP) as (source, target, root, keys, sources):
+        target.fetch("contact", keys[:1], root, sources, deadline_ms=20_000)
+        source_nixl = source.guard.nixl_pid()
+        slow = threading.Event()
+
+        def throttle() -> None:
+            while not slow.wait(0.001):
+                os.kill(source_nixl, signal.SIGSTOP)
+                time.sleep(0.05)
+                os.kill(source_nixl, signal.SIGCONT)
+
+        thread = threading.Thread(target=throttle)
+        thread.start()
+        try:
+            started_s = time.monotonic()
+            _, progress = target.fetch("r", keys, root, sources, deadline_ms=30_000, give_up_ms=300)
+            seconds = time.monotonic() - started_s
+        finally:
+            slow.set()
+            thread.join()
+        found = statuses(progress)
+        if set(found) == {OK}:
+            # A machine so quick that 1 ms in 50 is enough; then it was done in time.
+            assert seconds < 2.0
+            return
+        # Stopped when the estimate said so, and not at the deadline.
+        assert seconds < 10.0
+        assert set(found) <= {OK, BlockStatus.TOO_SLOW, BlockStatus.GONE}
+        assert BlockStatus.TOO_SLOW in found
+        assert all(there for there, status in zip(target.right(keys), found, strict=True) if status is OK)
+        metrics = target.guard.metrics()
+        assert sum(value for name, value in metrics.items() if "pulls_given_up" in name) == 1
+        assert metrics['kvcr_last_give_up{input="recompute_ms"}'] == 300
+        assert metrics['kvcr_last_give_up{input="projected_ms"}'] > 300
+        assert_no_slot_is_lost(target)
+
+
+def test_rates_are_measured_and_told_by_peer_transport_and_tier(directory: Path) -> None:
+    with a_pair(directory, 300) as (_, target, root, keys, sources):
+        target.fetch("r", keys, root, sources)
+        metrics = target.guard.metrics()
+        (rate,) = [value for name, value in metrics.items() if name.startswith("kvcr_pull_bytes_per_second{")]
+        assert rate > 1e6
+        assert 'kvcr_pull_bytes_per_second{peer="a",transport="shm",tier="2"}' in metrics
 
 
 # --- corruption ------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from kvcr.client.hints import FetchHint, missing_run, parse_envelope, parse_transfer_params, sources_for
-from kvcr.keys import KeySpace, extend_chain
+from kvcr.keys import KeySpace, extend_chain, pack_keys
 from kvcr.protocol.engine import Source
 from kvcr.protocol.events import FetchPayload, FetchSource, envelope, fetch_action
 
 KEYS = extend_chain(KeySpace("ns", "m@1+0").root(), list(range(40)), 4)
-HASHES = list(range(100, 110))
+BLOB = pack_keys(KEYS)
+HASHES = np.arange(100, 110, dtype=np.uint64)
 PEER = "tcp://10.0.0.6:7100"
 
 
@@ -64,7 +65,7 @@ def test_our_fetch_is_read_whole() -> None:
         action_id="a1",
     )
     assert not skipped
-    assert sources_for(hint, KEYS, HASHES, skipped) == [Source(PEER, 0, 6, "g1")]
+    assert sources_for(hint, BLOB, HASHES, skipped) == [Source(PEER, 0, 6, "g1")]
 
 
 def test_an_envelope_may_be_a_struct_as_vllm_passes_it() -> None:
@@ -77,7 +78,7 @@ def test_a_last_key_of_another_chain_means_no_sources() -> None:
     skipped: Counter[str] = Counter()
     hint = parse_envelope(ours(last_key=KEYS[4].hex()), skipped)
     assert hint is not None
-    assert sources_for(hint, KEYS, HASHES, skipped) == []
+    assert sources_for(hint, BLOB, HASHES, skipped) == []
     assert skipped == {"last key differs from the engine's": 1}
 
 
@@ -85,22 +86,41 @@ def test_a_hint_longer_than_the_prompt_means_no_sources() -> None:
     skipped: Counter[str] = Counter()
     hint = parse_envelope(ours(sources=[FetchSource(PEER, 0, 99)]), skipped)
     assert hint is not None
-    assert sources_for(hint, KEYS, HASHES, skipped) == []
+    assert sources_for(hint, BLOB, HASHES, skipped) == []
 
 
 def test_stock_hashes_become_runs_of_the_requests_own_chain() -> None:
     skipped: Counter[str] = Counter()
     hint = parse_envelope(stock([100, 101, 104, 105, 106, 999]), skipped)
     assert hint is not None
-    assert sources_for(hint, KEYS, HASHES, skipped) == [Source(PEER, 0, 2), Source(PEER, 4, 3)]
+    assert sources_for(hint, BLOB, HASHES, skipped) == [Source(PEER, 0, 2), Source(PEER, 4, 3)]
 
 
 def test_stock_hashes_of_another_request_mean_no_sources() -> None:
     skipped: Counter[str] = Counter()
     hint = parse_envelope(stock([1, 2]), skipped)
     assert hint is not None
-    assert sources_for(hint, KEYS, HASHES, skipped) == []
+    assert sources_for(hint, BLOB, HASHES, skipped) == []
     assert skipped == {"stock hashes match no block of the request": 1}
+
+
+def test_stock_hashes_that_are_no_hashes_mean_no_sources() -> None:
+    skipped: Counter[str] = Counter()
+    hint = FetchHint(sources=[Source(PEER, 0, 0)], stock_hashes=[1 << 70])
+    assert sources_for(hint, BLOB, HASHES, skipped) == []
+    assert skipped == {"stock hashes are no 64-bit numbers": 1}
+
+
+def test_a_hint_may_ask_for_nothing_but_that_nothing_is_kept() -> None:
+    skipped: Counter[str] = Counter()
+    for hint in (
+        parse_envelope(ours(sources=[], last_key="", no_retain=True), skipped),
+        parse_transfer_params({"kvcr": {"no_retain": True}}, skipped),
+    ):
+        assert hint is not None
+        assert hint.no_retain
+        assert sources_for(hint, BLOB, HASHES, skipped) == []
+    assert not skipped
 
 
 @pytest.mark.parametrize(
@@ -139,7 +159,7 @@ def test_transfer_params_name_sources_for_a_vllm_without_dynamo() -> None:
     skipped: Counter[str] = Counter()
     hint = parse_transfer_params({"kvcr": {"sources": [{"endpoint": PEER}]}}, skipped)
     assert hint is not None
-    assert sources_for(hint, KEYS, HASHES, skipped) == [Source(PEER, 0, len(KEYS))]
+    assert sources_for(hint, BLOB, HASHES, skipped) == [Source(PEER, 0, len(KEYS))]
     assert parse_transfer_params({"kvcr": {"sources": "x"}}, skipped) is None
     assert skipped == {"malformed kv_transfer_params": 1}
 

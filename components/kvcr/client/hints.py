@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.keys import KEY_BYTES
 from kvcr.protocol.engine import Source
 from kvcr.protocol.events import (
     ACTIONS,
@@ -57,7 +58,7 @@ class _Range(msgspec.Struct, frozen=True):
 class _TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_transfer_params["kvcr"]`` of a request to a vLLM without Dynamo."""
 
-    sources: list[_Range]
+    sources: list[_Range] = []
     last_key: str = ""
     no_retain: bool = False
     give_up_ms: float = 0.0
@@ -167,31 +168,38 @@ def _source(endpoint: str, first: int, count: int, guard: str) -> Source:
 
 
 def sources_for(
-    hint: FetchHint, keys: Sequence[bytes], engine_hashes: Sequence[int], skipped: Counter[str]
+    hint: FetchHint, keys: bytes, engine_hashes: npt.NDArray[np.uint64], skipped: Counter[str]
 ) -> list[Source]:
     """The sources of a hint as ranges of this request's own chain, empty when they do not fit it.
 
     The stock router names blocks by engine hash: those the request does not have are dropped. For ours,
     ``last_key`` must be the key this engine computed, else router and engine speak of different chains.
+    ``keys``: of the request, 16 bytes each.
     """
+    count = len(keys) // KEY_BYTES
     if hint.stock_hashes:
         return _stock_sources(hint, engine_hashes, skipped)
     if not hint.sources:
         return []
     last = max(source.first + source.count for source in hint.sources) - 1
-    if hint.last_key and (last >= len(keys) or keys[last] != hint.last_key):
+    if hint.last_key and (last >= count or keys[KEY_BYTES * last : KEY_BYTES * (last + 1)] != hint.last_key):
         skipped["last key differs from the engine's"] += 1
         return []
     return [
-        Source(s.endpoint, s.first, min(s.count, len(keys) - s.first), s.guard)
+        Source(s.endpoint, s.first, min(s.count, count - s.first), s.guard)
         for s in hint.sources
-        if s.first < len(keys)
+        if s.first < count
     ]
 
 
-def _stock_sources(hint: FetchHint, engine_hashes: Sequence[int], skipped: Counter[str]) -> list[Source]:
-    wanted = set(hint.stock_hashes)
-    mine = np.array([h in wanted for h in engine_hashes], np.bool_)
+def _stock_sources(
+    hint: FetchHint, engine_hashes: npt.NDArray[np.uint64], skipped: Counter[str]
+) -> list[Source]:
+    try:
+        mine = np.isin(engine_hashes, np.array(hint.stock_hashes, np.uint64))
+    except OverflowError:
+        skipped["stock hashes are no 64-bit numbers"] += 1
+        return []
     if not mine.any():
         skipped["stock hashes match no block of the request"] += 1
         return []

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.client.handed import Origin
 from kvcr.client.jobs import LoadResult, LoadSpec
 from kvcr.client.mapping import PoolMapping
 from kvcr.keys import KEY_BYTES
-from kvcr.protocol.codec import u8
-from kvcr.protocol.engine import BlockStatus, FetchProgress
+from kvcr.protocol.codec import i32, u8, u64
+from kvcr.protocol.engine import BlockStatus, FetchProgress, Handed
 
 PENDING = int(BlockStatus.PENDING)
 OK = int(BlockStatus.OK)
@@ -39,6 +40,14 @@ class Load:
         self.slots: npt.NDArray[np.int32] = np.full(count, -1, np.int32)
         self.generations: npt.NDArray[np.uint64] = np.zeros(count, np.uint64)
         self.mapping: PoolMapping | None = None
+        self.origins: list[Origin] = []
+        """What :attr:`origin` counts."""
+        self.origin: npt.NDArray[np.int16] = np.full(count, -1, np.int16)
+        """Where a block of which the slot is known is read; -1: from :attr:`mapping`."""
+        self.part: npt.NDArray[np.int32] = np.full(count, -1, np.int32)
+        """``first`` of the Fetch that a block was handed for; -1: it was not, or was taken."""
+        self.checksums: npt.NDArray[np.uint64] = np.zeros(count, np.uint64)
+        """Of handed blocks: this rank's part."""
         self.dirty = True
         """The directory or the pull may have changed since the last :meth:`resolve`."""
         self.corrupt: list[tuple[int, int]] = []
@@ -82,6 +91,36 @@ class Load:
             self.fail(missing[lost & (coming == status)], BlockStatus(status))
         return missing[found]
 
+    def place(self, message: Handed, origin: Origin | None, rank: int) -> npt.NDArray[np.int32]:
+        """Take in what was handed for this load; None: it cannot be read. Returns what is of no use to it, as
+        indices of the Fetch."""
+        indices = i32(message.indices)
+        at = indices.astype(np.int64) + message.first - self.spec.first
+        use = (at >= 0) & (at < len(self.statuses))
+        use[use] = (self.statuses[at[use]] == PENDING) & (self.slots[at[use]] < 0)
+        if origin is None:
+            self.fail(at[use], BlockStatus.FAILED)
+            return indices
+        chosen = at[use]
+        if origin not in self.origins:
+            self.origins.append(origin)
+        self.origin[chosen] = self.origins.index(origin)
+        self.slots[chosen] = i32(message.slots)[use]
+        self.generations[chosen] = u64(message.generations)[use]
+        self.checksums[chosen] = u64(message.checksums).reshape(len(indices), -1)[use, rank]
+        self.part[chosen] = message.first
+        return indices[~use]
+
+    def take(self, index: npt.NDArray[np.intp]) -> list[tuple[int, npt.NDArray[np.int32]]]:
+        """Those of these blocks that were handed, and are taken now: (first of the Fetch, indices)."""
+        index = index[self.part[index] >= 0]
+        taken = [
+            (first, (index[self.part[index] == first] + self.spec.first - first).astype(np.int32))
+            for first in np.unique(self.part[index]).tolist()
+        ]
+        self.part[index] = -1
+        return taken
+
     def _coming(
         self, missing: npt.NDArray[np.intp], progress: Iterable[FetchProgress], guard: bool
     ) -> npt.NDArray[np.uint8]:
@@ -108,8 +147,9 @@ class Load:
         return coming
 
     def ready(self, limit: int) -> npt.NDArray[np.intp]:
-        """Indexes of up to ``limit`` blocks that can be copied now, in prefix order."""
-        return np.flatnonzero((self.statuses == PENDING) & (self.slots >= 0))[:limit]
+        """Indexes of up to ``limit`` blocks that can be copied now, in prefix order, all from one origin."""
+        found = np.flatnonzero((self.statuses == PENDING) & (self.slots >= 0))[:limit]
+        return found[self.origin[found] == self.origin[found[0]]] if len(found) else found
 
     def fail(self, index: npt.NDArray[np.intp], status: BlockStatus) -> None:
         """Give these blocks up; with ``prefix_only`` also everything after the first of them."""

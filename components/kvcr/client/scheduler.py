@@ -275,6 +275,7 @@ class SchedulerHandle:
         no_retain: bool = False,
         move: bool = False,
         action_id: str = "",
+        local_estimate: bool = False,
     ) -> FetchState:
         """Ask the guard to pull a run of a request's chain, from the first :data:`MAX_SOURCES` sources.
 
@@ -299,6 +300,7 @@ class SchedulerHandle:
                     no_retain=no_retain,
                     move=move,
                     action_id=action_id,
+                    local_estimate=local_estimate,
                 )
             )
             if not sent:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvcr.client.fills import Fills
 from kvcr.client.grants import SlotSet, send_holding, send_return
 from kvcr.client.guard_socket import find_socket
+from kvcr.client.handed import ForeignPools, Origin
 from kvcr.client.jobs import LoadResult, LoadSpec, SaveSpec
 from kvcr.client.link import GuardLink
 from kvcr.client.loads import Load
@@ -32,7 +33,7 @@ from kvcr.client.mapping import PoolMapping, map_region
 from kvcr.client.memory import BlockMemory
 from kvcr.client.turns import Turns
 from kvcr.config import EngineConfig
-from kvcr.errors import Refused
+from kvcr.errors import KvcrError, Refused
 from kvcr.layout import Layout
 from kvcr.pool import checksum_parts
 from kvcr.protocol import engine as msg
@@ -114,6 +115,11 @@ class WorkerHandle:
         self._ended: deque[Load] = deque()
         self._progress: OrderedDict[str, dict[int, msg.FetchProgress]] = OrderedDict()
         """request id -> first position of each part -> its last report"""
+        self._handed: OrderedDict[str, list[msg.Handed]] = OrderedDict()
+        """request id -> what was handed for it alone, and not looked at yet"""
+        self._foreign = ForeignPools(layout, rank)
+        self._transit: tuple[PoolMapping, Origin] | None = None
+        """Our own pool, and its slots that are granted to the guard."""
         self._fills = Fills()
         self._returned: dict[tuple[int, int], SlotSet] = {}
         """(pool token, epoch) -> given back, until the directory says so: with no guard, or one that dies
@@ -349,10 +355,19 @@ class WorkerHandle:
                 self._progress.move_to_end(message.request_id)
                 if len(self._progress) > KEPT_PROGRESS:
                     self._progress.popitem(last=False)
-                load = self._loads.get(message.request_id)
-                if load is not None:
-                    load.dirty = True
+                self._make_dirty(message.request_id)
+            elif isinstance(message, msg.Handed):
+                self._handed.setdefault(message.request_id, []).append(message)
+                self._handed.move_to_end(message.request_id)
+                if len(self._handed) > KEPT_PROGRESS:
+                    self._handed.popitem(last=False)
+                self._make_dirty(message.request_id)
         self._tell_ended()
+
+    def _make_dirty(self, request_id: str) -> None:
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.dirty = True
 
     def _say_alive(self) -> None:
         every_s = self._heartbeat_s
@@ -416,6 +431,7 @@ class WorkerHandle:
             if load.reported or load.done:
                 continue
             if load.dirty:
+                self._place(load)
                 found = load.resolve(
                     self._attached,
                     self._progress.get(load.spec.request_id, {}).values(),
@@ -428,27 +444,80 @@ class WorkerHandle:
                 return True
         return False
 
+    def _place(self, load: Load) -> None:
+        """Look at what was handed for this load alone."""
+        for message in self._handed.pop(load.spec.request_id, ()):
+            origin, unreachable = None, False
+            try:
+                origin = self._origin_of(message)
+            except OSError as error:
+                unreachable = True
+                logger.warning("the pool in %s cannot be mapped here: %s", message.pool_dir, error)
+            except KvcrError as error:
+                logger.warning("the pool in %s cannot be read here: %s", message.pool_dir, error)
+            useless = load.place(message, origin, self._rank)
+            if len(useless):
+                self._taken(load, message.first, useless, copied=False, unreachable=unreachable)
+
+    def _origin_of(self, message: msg.Handed) -> Origin | None:
+        if message.pool_dir:
+            return self._foreign.origin(message)
+        mapping = self._attached
+        if mapping is None or mapping.region is None:
+            return None
+        if self._transit is None or self._transit[0] is not mapping:
+            # Granted to the guard, and in no directory: they change their generation when they are freed.
+            self._transit = (mapping, Origin(mapping.region.array, mapping.reader.still_granted))
+        return self._transit[1]
+
+    def _taken(
+        self,
+        load: Load,
+        first: int,
+        indices: npt.NDArray[np.int32],
+        *,
+        copied: bool,
+        unreachable: bool = False,
+        corrupt: bytes = b"",
+    ) -> None:
+        self._link.send(
+            msg.Taken(load.spec.request_id, first, indices.tobytes(), copied, unreachable, corrupt)
+        )
+
     def _copy_in(self, load: Load, index: npt.NDArray[np.intp]) -> None:
-        mapping = load.mapping
-        assert mapping is not None
-        assert mapping.region is not None
         started_s = self._clock()
         slots, generations = load.slots[index], load.generations[index]
+        number = int(load.origin[index[0]])
+        handed = number >= 0
+        if handed:
+            origin = load.origins[number]
+        else:
+            mapping = load.mapping
+            assert mapping is not None
+            assert mapping.region is not None
+            origin = Origin(mapping.region.array, mapping.reader.still)
         good = np.ones(len(index), np.bool_)
-        if self._verify:
+        if self._verify or origin.foreign:
             # Before the copy: the bytes are then in the cache, and bad ones never reach the engine.
-            sums = checksum_parts(mapping.region.array, slots, self.layout.part_bytes)
-            good = sums == mapping.reader.checksums(slots)[:, self._rank]
+            sums = checksum_parts(origin.slots, slots, self.layout.part_bytes)
+            if handed:
+                good = sums == load.checksums[index]
+            else:
+                assert mapping is not None
+                good = sums == mapping.reader.checksums(slots)[:, self._rank]
         with load.lock:
             if load.reported:
                 return
-            self._memory.load(mapping.region.array, slots[good], load.block_ids[index[good]])
+            self._memory.load(origin.slots, slots[good], load.block_ids[index[good]])
             # The control words are read again after the copy: a slot that was evicted and reused under
             # it has another generation by now.
-            alive = np.asarray(mapping.reader.still(slots, generations), np.bool_)
+            alive = np.asarray(origin.still(slots, generations), np.bool_)
             load.statuses[index[good & alive]] = BlockStatus.OK
         corrupt = ~good & alive
-        load.corrupt += list(zip(slots[corrupt].tolist(), generations[corrupt].tolist(), strict=True))
+        if handed:
+            self._tell_taken(load, index, good & alive, corrupt if origin.foreign else None)
+        else:
+            load.corrupt += list(zip(slots[corrupt].tolist(), generations[corrupt].tolist(), strict=True))
         load.fail(index[~alive], BlockStatus.GONE)
         load.fail(index[corrupt], BlockStatus.FAILED)
         arrived = int((good & alive).sum())
@@ -464,6 +533,22 @@ class WorkerHandle:
                 int(corrupt.sum()),
             )
 
+    def _tell_taken(
+        self,
+        load: Load,
+        index: npt.NDArray[np.intp],
+        copied: npt.NDArray[np.bool_],
+        corrupt: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        """The guard may free these: they are in engine memory, or will never be."""
+        for first, indices in load.take(index[copied]):
+            self._taken(load, first, indices, copied=True)
+        if corrupt is not None:
+            for first, indices in load.take(index[corrupt]):
+                self._taken(load, first, indices, copied=False, corrupt=indices.tobytes())
+        for first, indices in load.take(index[~copied]):
+            self._taken(load, first, indices, copied=False)
+
     def _announce(self, load: Load, found: npt.NDArray[np.intp]) -> None:
         """Tell the guard which slots are about to be read. Not waited for: cooling covers the first 2 s."""
         for start in range(0, len(found), MAX_BLOCKS_PER_MESSAGE):
@@ -478,6 +563,9 @@ class WorkerHandle:
         while self._ended:
             load = self._ended.popleft()
             self._progress.pop(load.spec.request_id, None)
+            self._place(load)
+            for first, indices in load.take(np.arange(len(load.statuses))):
+                self._taken(load, first, indices, copied=False)
             loaded = int((load.statuses == BlockStatus.OK).sum())
             slots = np.array([slot for slot, _ in load.corrupt], np.int32)
             generations = np.array([generation for _, generation in load.corrupt], np.uint64)

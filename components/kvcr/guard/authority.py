@@ -754,6 +754,10 @@ class Guard:
                 )
         if pool is not None:
             self.meters.epoch.set(pool.epoch)
+            transit = self._fetches.transit
+            self.meters.transit_slots.set(transit.used, kind="used")
+            self.meters.transit_slots.set(transit.limit(pool), kind="limit")
+            self.meters.inventory_sequence.set(self.inventory.sequence)
             self.meters.nixl_restarts.set(self._nixl.restarts if self._nixl is not None else 0)
             self.meters.pinned_blocks.set(pool.pinned_count(time.monotonic()))
             for slot_state, count in pool.counts().items():

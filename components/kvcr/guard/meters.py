@@ -66,6 +66,9 @@ class Meters:
         self.transit_slots = gauge(
             "kvcr_transit_slots", "Slots with blocks for one request alone: used, and the limit.", ["kind"]
         )
+        self.inventory_sequence = gauge(
+            "kvcr_inventory_sequence", "Number of the last batch of changes that routers were told."
+        )
         self.transit_blocks = counter(
             "kvcr_transit_blocks_total",
             "Blocks handed to one request alone: in a transit slot, or in place in the source's pool.",

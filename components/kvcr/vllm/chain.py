@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
+from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, pack_keys
 
 UNBOUNDED = 1 << 62
 
@@ -22,34 +22,57 @@ class RequestChain:
         self._block_size = block_size
         self.keyed_blocks = keyed_tokens(request) // block_size
         """Blocks from here on have no key: not stored, not fetched."""
-        self.keys: list[BlockKey] = []
+        self._blob: bytes = root
+        """The root, and the keys so far."""
+
+    def __len__(self) -> int:
+        """Blocks keyed so far."""
+        return len(self._blob) // KEY_BYTES - 1
 
     def extend(self) -> int:
-        """Compute the keys of blocks that filled since the last call; returns the number of blocks keyed."""
+        """Compute the keys of blocks that filled since the last call; returns the number of blocks keyed.
+
+        Once a block in its life: about 1 us, a hash that needs the one before it.
+        """
         full = min(len(self._request.block_hashes), self.keyed_blocks)
-        done = len(self.keys)
+        done = len(self)
         if full > done:
             tokens = self._request.all_token_ids[done * self._block_size : full * self._block_size]
-            self.keys += extend_chain(self.keys[-1] if self.keys else self._root, tokens, self._block_size)
-        return len(self.keys)
+            self._blob += pack_keys(extend_chain(self.parent(done), tokens, self._block_size))
+        return len(self)
 
     def end(self) -> None:
         """No key from here on, not even those computed: the weights have changed under the request."""
         self.keyed_blocks = 0
-        self.keys = []
+        self._blob = self._root
 
     def parent(self, position: int) -> BlockKey:
         """Key before the block at ``position``: the root for the first."""
-        return self.keys[position - 1] if position else self._root
+        return BlockKey(self._blob[KEY_BYTES * position : KEY_BYTES * (position + 1)])
+
+    def key(self, position: int) -> BlockKey:
+        """Key of the block at ``position``, which is keyed."""
+        return self.parent(position + 1)
 
     def blob(self, first: int, stop: int) -> bytes:
-        return pack_keys(self.keys[first:stop])
+        """Keys of the blocks from ``first`` to before ``stop``, 16 bytes each."""
+        return self._blob[KEY_BYTES * (first + 1) : KEY_BYTES * (stop + 1)]
+
+    def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """Keys of the blocks at these positions."""
+        return np.frombuffer(self._blob, f"V{KEY_BYTES}")[positions + 1]
+
+    def parent_rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+        """Keys before the blocks at these positions."""
+        return np.frombuffer(self._blob, f"V{KEY_BYTES}")[positions]
 
     def engine_hashes(self, first: int, stop: int) -> npt.NDArray[np.uint64]:
         """uint64 hashes as vLLM's KV events and stock hints have them: the last 8 bytes, big-endian."""
-        return np.array(
-            [int.from_bytes(h[-8:], "big") for h in self._request.block_hashes[first:stop]], np.uint64
-        )
+        hashes = self._request.block_hashes[first:stop]
+        if not hashes:
+            return np.empty(0, np.uint64)
+        rows = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)
+        return np.ascontiguousarray(rows[:, -8:]).view(">u8").ravel().astype(np.uint64)
 
 
 def keyed_tokens(request: Any) -> int:

@@ -6,6 +6,7 @@ vLLM calls every method on the scheduler's thread.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from kvcr.vllm import g1
 from kvcr.vllm.chain import UNBOUNDED, RequestChain, key_space
 from kvcr.vllm.hints import request_actions, request_hint
 from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
+from kvcr.vllm.speed import PrefillSpeed
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,11 @@ MAX_ROOTS = 4096
 """Key-space roots kept; one per tenant and adapter seen."""
 
 MIN_DEADLINE_S = 0.05
+
+MIN_LOCAL_ESTIMATE_MS = 200.0
+"""A pull is given this long however fast the engine computes: what is won below is within the noise."""
+
+Positions = npt.NDArray[np.int64]
 
 LEASE_WAIT_SHARE = 0.05
 """Share of the time to recompute that a request may wait for the lease reply, if that is more than
@@ -75,6 +82,7 @@ class SchedulerPort(Protocol):
         no_retain: bool = ...,
         move: bool = ...,
         action_id: str = ...,
+        local_estimate: bool = ...,
     ) -> FetchState: ...
     def act(self, request_id: str, envelope: bytes) -> None: ...
     def take_drops(self) -> list[DropG1]: ...
@@ -110,12 +118,14 @@ class _Request:
     loading_into: frozenset[int] = frozenset()
     """G1 blocks of a running load."""
     load_failed: bool = False
+    spent: bool = False
+    """Blocks that came for this request alone were loaded once, and are nowhere any more."""
 
 
 @dataclass
 class _Job:
     request_id: str
-    keys: list[BlockKey]
+    keys: list[bytes]
     ranks_left: int
 
 
@@ -162,10 +172,12 @@ class ConnectorScheduler:
         self._loads: list[LoadSpec] = []
         self._delayed: list[str] = []
         self._jobs: dict[int, _Job] = {}
-        self._assigned: set[BlockKey] = set()
+        self._assigned: set[bytes] = set()
+        """Keys being saved."""
         self._next_job = 1
         self._drops = 0
         self._no_fetch_before_s = 0.0
+        self.prefill = PrefillSpeed()
         self._counters = SchedulerCounters()
 
     # --- life of a request ----------------------------------------------------------------------
@@ -228,7 +240,7 @@ class ConnectorScheduler:
             state.queried = True
             self._counters.queried_blocks += stop - first
         present = self._handle.lookup(state.chain.blob(first, stop))
-        if fetch is not None:
+        if fetch is not None and not state.spent:
             _mark(present, first, fetch.first, fetch.expected())
         count = _leading(present)
         if self._block_pool is not None:
@@ -289,6 +301,7 @@ class ConnectorScheduler:
         """``build_connector_meta``: the loads and saves of this step."""
         self._handle.poll()
         self._carry_out_drops()
+        self.prefill.step(self._clock(), _prompt_tokens(output))
         preempted = sorted(output.preempted_req_ids or ())
         for request_id in preempted:
             # Workers finish these saves before they start the step, so nothing holds the blocks any more.
@@ -301,12 +314,14 @@ class ConnectorScheduler:
 
     def take_output(self, output: Any) -> None:
         """``update_connector_output``: which loads and saves are over."""
+        self.prefill.ended(self._clock())
         if output.invalid_block_ids:
             self._note_failed(output.invalid_block_ids)
         for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading_into = frozenset()
+                state.spent = not state.retain
         worker = output.kv_connector_worker_meta
         if isinstance(worker, WorkerMetadata):
             for job_id, ranks in worker.saved.items():
@@ -339,10 +354,10 @@ class ConnectorScheduler:
 
     def _fetch(self, state: _Request, hint: FetchHint | None) -> None:
         request, chain = state.request, state.chain
-        stop = min((request.num_tokens - 1) // self._block_size, len(chain.keys))
+        stop = min((request.num_tokens - 1) // self._block_size, len(chain))
         if hint is not None:
-            hashes = chain.engine_hashes(0, stop).tolist() if hint.stock_hashes else []
-            sources = sources_for(hint, chain.keys, hashes, self._counters.skipped)
+            hashes = chain.engine_hashes(0, stop if hint.stock_hashes else 0)
+            sources = sources_for(hint, chain.blob(0, len(chain)), hashes, self._counters.skipped)
         else:
             own = self._handle.own_endpoint
             sources = [Source(peer, 0, stop) for peer in self._config.peers if peer != own]
@@ -355,6 +370,11 @@ class ConnectorScheduler:
             return
         first, count = run
         self._counters.fetches += 1
+        give_up_ms = hint.give_up_ms if hint is not None else 0.0
+        local_estimate = give_up_ms <= 0 and self._config.local_estimate
+        if local_estimate and self.prefill.tokens_per_s:
+            recompute_ms = self.prefill.recompute_ms(count * self._block_size)
+            give_up_ms = max(MIN_LOCAL_ESTIMATE_MS, recompute_ms)
         self._handle.fetch(
             request.request_id,
             first=first,
@@ -363,22 +383,26 @@ class ConnectorScheduler:
             engine_hashes=chain.engine_hashes(first, first + count),
             sources=sources,
             deadline_ms=state.deadline_ms,
-            give_up_ms=hint.give_up_ms if hint is not None else 0.0,
+            give_up_ms=give_up_ms,
             plan_id=hint.plan_id if hint is not None else "",
             no_retain=hint.no_retain if hint is not None else False,
             move=hint.move if hint is not None else False,
             action_id=hint.action_id if hint is not None else "",
+            local_estimate=local_estimate,
         )
 
     def _g1_run(self, request: Any, stop: int) -> int:
         """Blocks from the start that vLLM's own prefix cache has."""
         if self._block_pool is None:
             return 0
-        # A loop over blocks: vLLM's cache is a dict per block; it ends at the first miss.
-        for position, block_hash in enumerate(request.block_hashes[:stop]):
-            if self._block_pool.get_cached_block(block_hash, [self._group]) is None:
-                return position
-        return stop
+        # By bisection, a dozen looks into a dict: vLLM frees the tail of a chain before its head. Where that
+        # is not so, a block is taken to be in G1 that is not, and is computed.
+        hashes = request.block_hashes
+        return bisect.bisect_left(
+            range(stop),
+            True,
+            key=lambda position: self._block_pool.get_cached_block(hashes[position], [self._group]) is None,
+        )
 
     def _carry_out_drops(self) -> None:
         """Forget blocks in G1 as the guard asks, and keep nothing more of requests whose chain they end."""
@@ -413,7 +437,7 @@ class ConnectorScheduler:
         present = self._handle.lookup(
             b"".join(state.chain.blob(state.saved, stop) for state, stop in candidates)
         )
-        plans: list[tuple[_Request, list[int]]] = []
+        plans: list[tuple[_Request, Positions]] = []
         offset = 0
         for state, stop in candidates:
             start = state.saved
@@ -421,7 +445,7 @@ class ConnectorScheduler:
             offset += stop - start
             positions, state.saved = self._choose(state, start, here, budget)
             budget -= len(positions)
-            if positions:
+            if len(positions):
                 plans.append((state, positions))
         if not plans:
             return []
@@ -451,32 +475,33 @@ class ConnectorScheduler:
 
     def _choose(
         self, state: _Request, start: int, present: npt.NDArray[np.bool_], budget: int
-    ) -> tuple[list[int], int]:
+    ) -> tuple[Positions, int]:
         """Positions to save, and the position up to which nothing is left to do."""
-        positions: list[int] = []
-        for position in (np.flatnonzero(~present) + start).tolist():
-            key = state.chain.keys[position]
-            if key in self._assigned:
-                continue
-            if len(positions) == budget:
-                self._counters.unsaved_blocks += 1
-                return positions, position
-            self._assigned.add(key)
-            positions.append(position)
-        return positions, start + len(present)
+        positions = np.flatnonzero(~present) + start
+        keys = state.chain.rows(positions).tolist()
+        if not self._assigned.isdisjoint(keys):
+            # Another request computes the same blocks right now. A loop over blocks: 50 ns each, then only.
+            fresh = np.fromiter((key not in self._assigned for key in keys), np.bool_, len(keys))
+            positions, keys = positions[fresh], state.chain.rows(positions[fresh]).tolist()
+        left = start + len(present)
+        if len(positions) > budget:
+            self._counters.unsaved_blocks += 1
+            left = int(positions[budget])
+            positions, keys = positions[:budget], keys[:budget]
+        self._assigned.update(keys)
+        return positions, left
 
-    def _specs(self, output: Any, plans: list[tuple[_Request, list[int]]], grants: Grants) -> list[SaveSpec]:
+    def _specs(self, output: Any, plans: list[tuple[_Request, Positions]], grants: Grants) -> list[SaveSpec]:
         specs = []
         offset = 0
-        for state, positions in plans:
+        for state, at in plans:
             chain = state.chain
             request_id = state.request.request_id
-            where = slice(offset, offset + len(positions))
-            offset += len(positions)
+            where = slice(offset, offset + len(at))
+            offset += len(at)
             table = np.array(output.kv_connector_block_state.get_block_ids(request_id)[self._group], "<i4")
-            at = np.array(positions)
-            keys = [chain.keys[position] for position in positions]
-            hashes = chain.engine_hashes(positions[0], positions[-1] + 1)[at - positions[0]]
+            keys = chain.rows(at)
+            hashes = chain.engine_hashes(int(at[0]), int(at[-1]) + 1)[at - at[0]]
             specs.append(
                 SaveSpec(
                     job_id=self._next_job,
@@ -486,14 +511,14 @@ class ConnectorScheduler:
                     slots=grants.slots[where].astype("<i4").tobytes(),
                     generations=grants.generations[where].astype("<u8").tobytes(),
                     block_ids=table[at].tobytes(),
-                    keys=b"".join(keys),
-                    parents=b"".join(chain.parent(position) for position in positions),
+                    keys=keys.tobytes(),
+                    parents=chain.parent_rows(at).tobytes(),
                     engine_hashes=hashes.astype("<u8").tobytes(),
                     positions=at.astype("<u4").tobytes(),
                     drops=state.drops,
                 )
             )
-            self._jobs[self._next_job] = _Job(request_id, keys, self._ranks)
+            self._jobs[self._next_job] = _Job(request_id, keys.tolist(), self._ranks)
             state.jobs.add(self._next_job)
             self._next_job += 1
         return specs
@@ -510,6 +535,12 @@ class ConnectorScheduler:
         state = self._requests.get(job.request_id)
         if state is not None:
             state.jobs.discard(job_id)
+
+
+def _prompt_tokens(output: Any) -> int:
+    """Tokens of a step that belong to prefills, but for a token or so each."""
+    scheduled = output.num_scheduled_tokens
+    return int(sum(scheduled.values())) - len(scheduled)
 
 
 def _leading(mask: npt.NDArray[np.bool_]) -> int:

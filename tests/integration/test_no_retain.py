@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks fetched for one request alone: from one real guard, past another, into engine memory, and gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_client import LAYOUT, EngineClient, GuardProcess, chain, content, guards
+
+from kvcr.client import HostBlockMemory, LoadResult, LoadSpec, SchedulerHandle, WorkerHandle
+from kvcr.config import EngineConfig
+from kvcr.keys import BlockKey, pack_keys
+from kvcr.protocol.engine import BlockStatus, Source
+from kvcr.transfer import nixl
+
+OK, FAILED = BlockStatus.OK, BlockStatus.FAILED
+READY = 'kvcr_pool_slots{state="ready"}'
+needs_nixl = pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
+
+
+@dataclass
+class Engine:
+    """The two halves of an engine whose memory is an array."""
+
+    scheduler: SchedulerHandle
+    worker: WorkerHandle
+    memory: np.ndarray
+    guard: GuardProcess
+
+    def fetch(self, request_id: str, keys: Sequence[BlockKey], root: bytes, sources: list[Source]) -> None:
+        self.scheduler.fetch(
+            request_id,
+            first=0,
+            parent=root,
+            keys=pack_keys(keys),
+            engine_hashes=np.zeros(len(keys), np.uint64),
+            sources=sources,
+            deadline_ms=20_000,
+            no_retain=True,
+        )
+        state = self.scheduler.fetch_state(request_id)
+        assert state is not None
+        wait_until(lambda: self.scheduler.poll() or state.settled)
+
+    def load(self, request_id: str, keys: Sequence[BlockKey]) -> LoadResult:
+        self.memory[:] = 0
+        self.worker.submit_load(
+            LoadSpec(
+                request_id=request_id,
+                first=0,
+                keys=pack_keys(keys),
+                block_ids=np.arange(len(keys), dtype="<i4").tobytes(),
+                deadline_s=20.0,
+                fetching=True,
+                fetch_first=0,
+                fetch_count=len(keys),
+                prefix_only=False,
+            )
+        )
+        results: list[LoadResult] = []
+        wait_until(lambda: bool(results) or bool(results.extend(self.worker.take_loads())) or bool(results))
+        return results[0]
+
+    def has(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [
+            bool((self.memory[index] == content(key, LAYOUT.part_bytes)).all())
+            for index, key in enumerate(keys)
+        ]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
+        yield Path(path)
+
+
+@contextlib.contextmanager
+def a_source_and_an_engine(
+    directory: Path, count: int, *arguments: str
+) -> Iterator[tuple[EngineClient, Engine, bytes, list[BlockKey], list[Source]]]:
+    with (
+        guards(directory, "a", "b", arguments=arguments) as (a, b),
+        EngineClient(a, "engine-a") as source,
+        contextlib.ExitStack() as stack,
+    ):
+        root, keys = chain(count, "tenant")
+        source.deposit(keys, root)
+        config = EngineConfig(socket=b.ready["socket"])
+        memory = np.zeros((count, LAYOUT.part_bytes), np.uint8)
+        scheduler = SchedulerHandle(config, LAYOUT, engine_id="engine-b", standing_blocks=4)
+        stack.callback(scheduler.close)
+        worker = WorkerHandle(config, LAYOUT, HostBlockMemory([memory]), engine_id="engine-b")
+        stack.callback(worker.close)
+        assert scheduler.wait_connected(20)
+        assert worker.wait_connected(20)
+        yield source, Engine(scheduler, worker, memory, b), root, keys, [Source(a.endpoint, 0, count)]
+
+
+def wait_until(true: Callable[[], object], within_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        time.sleep(0.002)
+
+
+def assert_nothing_is_left(engine: Engine, source: EngineClient, transport: str, blocks: int) -> None:
+    """Nothing in the pool, nothing told to routers, and both sides count the same."""
+    label = f'{{transport="{transport}"}}'
+    assert engine.guard.wait_metric(f"kvcr_pulled_blocks_total{label}", blocks) == blocks
+    assert source.guard.wait_metric(f"kvcr_served_blocks_total{label}", blocks) == blocks
+    wait_until(lambda: engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 0)
+    metrics = engine.guard.metrics()
+    assert metrics[READY] == 0
+    # The engine's standing grants are all that is granted.
+    assert metrics['kvcr_pool_slots{state="granted"}'] <= 8
+    assert metrics['kvcr_pool_slots{state="quarantined"}'] == 0
+    assert metrics["kvcr_inventory_sequence"] == 0
+
+
+def test_over_shm_blocks_go_straight_from_the_peers_pool_to_the_engine(directory: Path) -> None:
+    with a_source_and_an_engine(directory, 60) as (source, engine, root, keys, sources):
+        engine.fetch("once", keys, root, sources)
+        result = engine.load("once", keys)
+        assert set(result.statuses.tolist()) == {OK}
+        assert all(engine.has(keys))
+        metrics = engine.guard.metrics()
+        assert metrics['kvcr_transit_blocks_total{how="in_place"}'] == 60
+        assert 'kvcr_transit_blocks_total{how="slot"}' not in metrics
+        assert_nothing_is_left(engine, source, "shm", 60)
+        engine.scheduler.finish("once")
+        # And is not there the next time.
+        engine.fetch("again", keys, root, sources)
+        assert set(engine.load("again", keys).statuses.tolist()) == {OK}
+        assert_nothing_is_left(engine, source, "shm", 120)
+
+
+@needs_nixl
+def test_over_nixl_a_long_prompt_passes_through_a_few_slots(directory: Path) -> None:
+    arguments = ["--transport", "nixl", "--transit-slots", "8"]
+    with a_source_and_an_engine(directory, 60, *arguments) as (source, engine, root, keys, sources):
+        engine.fetch("once", keys, root, sources)
+        time.sleep(0.5)
+        # Nobody has taken any yet: as many wait as are allowed.
+        assert engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 8
+        assert engine.guard.metrics()[READY] == 0
+        result = engine.load("once", keys)
+        assert set(result.statuses.tolist()) == {OK}
+        assert all(engine.has(keys))
+        assert engine.guard.metrics()['kvcr_transit_blocks_total{how="slot"}'] == 60
+        # Freed as soon as the engine has the bytes, and not when the request is over.
+        assert_nothing_is_left(engine, source, "nixl", 60)
+        engine.scheduler.finish("once")
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=needs_nixl)])
+def test_a_request_that_ends_before_its_load_leaves_nothing(directory: Path, transport: str) -> None:
+    with a_source_and_an_engine(directory, 30, "--transport", transport) as (_, engine, root, keys, sources):
+        for number in range(20):
+            engine.fetch(f"r{number}", keys, root, sources)
+            engine.scheduler.finish(f"r{number}")
+        wait_until(lambda: engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 0)
+        wait_until(lambda: engine.guard.metrics()['kvcr_pool_slots{state="granted"}'] <= 8)
+        assert engine.guard.metrics()[READY] == 0
+
+
+def test_a_block_that_is_damaged_at_its_source_is_found_by_the_engine(directory: Path) -> None:
+    with a_source_and_an_engine(directory, 20) as (source, engine, root, keys, sources):
+        slot = int(source.reader.lookup(pack_keys(keys[5:6])).slots[0])
+        source.region.array[slot, 100] ^= 0xFF
+        engine.fetch("once", keys, root, sources)
+        result = engine.load("once", keys)
+        assert result.statuses.tolist() == [OK] * 5 + [FAILED] + [OK] * 14
+        assert engine.has(keys) == [True] * 5 + [False] + [True] * 14
+        engine.scheduler.finish("once")
+        # Told with the release: the source checks, and takes it out of use.
+        assert source.guard.wait_metric('kvcr_pool_slots{state="quarantined"}', 1) == 1
+        assert_nothing_is_left(engine, source, "shm", 19)
+
+
+def test_where_the_engine_cannot_map_the_peers_pool_blocks_take_the_way_through_slots(
+    directory: Path,
+) -> None:
+    with a_source_and_an_engine(directory, 20) as (source, engine, root, keys, sources):
+        engine.fetch("contact", keys[:1], root, sources)
+        assert engine.load("contact", keys[:1]).statuses.tolist() == [OK]
+        engine.scheduler.finish("contact")
+        # The guard has it mapped; the engine, which has not, looks for it where it was.
+        engine.worker._foreign._pools.clear()
+        os.rename(source.directory, directory / "elsewhere")
+        try:
+            engine.fetch("once", keys, root, sources)
+            assert set(engine.load("once", keys).statuses.tolist()) == {FAILED}
+            engine.scheduler.finish("once")
+            engine.fetch("again", keys, root, sources)
+            assert set(engine.load("again", keys).statuses.tolist()) == {OK}
+            assert all(engine.has(keys))
+            engine.scheduler.finish("again")
+            assert engine.guard.metrics()['kvcr_transit_blocks_total{how="slot"}'] == 20
+        finally:
+            os.rename(directory / "elsewhere", source.directory)
