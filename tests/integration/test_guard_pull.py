@@ -198,10 +198,10 @@ def test_a_lease_that_was_reaped_is_answered_with_gone_in_one_round_trip(directo
         assert leased.lease_ms == 100
         # The lease ends, and others take the place of one of the blocks.
         deadline_s = time.monotonic() + 20
-        others = iter(range(1000))
         while all(client.right(keys[:2])):
             assert time.monotonic() < deadline_s
-            other_root, other = chain(1, f"other-{next(others)}")
+            time.sleep(0.05)
+            other_root, other = chain(1, f"other-{time.monotonic_ns()}")
             with contextlib.suppress(AssertionError):
                 client.deposit(other, other_root)
         late = peer.ask(Lease(2, "peer", 1, pack_keys(keys), 1000, "shm", leased.lease_id))
@@ -215,17 +215,10 @@ def test_a_lease_that_was_reaped_is_answered_with_gone_in_one_round_trip(directo
 
 
 def test_leases_shorter_than_the_pull_are_renewed(directory: Path) -> None:
-    """While the pull waits for nothing but its turn, a lease of 100 ms runs out many times."""
-    with a_pair(directory, 400, ["--transport", "shm", "--lease-ms", "100"]) as (
-        _,
-        target,
-        root,
-        keys,
-        sources,
-    ):
-        for number in range(3):
-            _, progress = target.fetch(f"r{number}", keys, root, sources, deadline_ms=20_000)
-        assert statuses(progress) == [OK] * 400
+    arguments = ["--transport", "shm", "--lease-ms", "100"]
+    with a_pair(directory, 380, arguments) as (_, target, root, keys, sources):
+        _, progress = target.fetch("r", keys, root, sources, deadline_ms=20_000)
+        assert statuses(progress) == [OK] * 380
 
 
 def test_a_hopeless_estimate_stops_the_pull(directory: Path) -> None:
@@ -239,13 +232,13 @@ def test_a_hopeless_estimate_stops_the_pull(directory: Path) -> None:
         assert all('estimate="planner"' in name for name in given_up)
         assert metrics['kvcr_last_give_up{input="recompute_ms"}'] == 0.001
         assert metrics['kvcr_last_give_up{input="blocks_left"}'] == 64
-        assert "request r plan -: gave up a pull from a" in target.guard.log_path.read_text()
+        assert "request r plan -: gave up a pull from" in target.guard.log_path.read_text()
 
 
 @needs_nixl
 def test_a_source_that_is_slow_is_given_up_and_what_arrived_is_kept(directory: Path) -> None:
     """Throttled for real: the source's NIXL process runs for 1 ms in 50, over TCP, which needs it."""
-    with a_pair(directory, 700, ["--transport", "nixl"], TCP) as (source, target, root, keys, sources):
+    with a_pair(directory, 380, ["--transport", "nixl"], TCP) as (source, target, root, keys, sources):
         target.fetch("contact", keys[:1], root, sources, deadline_ms=20_000)
         source_nixl = source.guard.nixl_pid()
         slow = threading.Event()

@@ -116,7 +116,7 @@ class World:
             [np.frombuffer(pools.content(pools.key(n), part), np.uint8) for n in range(256)]
         )
         self.sums = checksum_parts(self.content, np.arange(256, dtype=np.int32), part)
-        self.fetches = Fetches(self, self.loop, self.meters, 5000, TransitSlots(transit, 1.0))
+        self.fetches = Fetches(self, self.loop, self.meters, 5000, TransitSlots(transit, 1.0), lambda _: None)
         self.number_of = {pools.key(n): n for n in range(256)}
 
     def slots_of(self, keys: bytes) -> np.ndarray:

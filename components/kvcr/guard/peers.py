@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 1.0
 """A peer that has not answered by then counts as lost for the pull; the link is opened anew for the next."""
 
-NIXL_TIMEOUT_S = 5.0
-"""Of a hello that wants NIXL: the peer may have to make its agent, 0.7 s in a fresh process, or several."""
+NIXL_TIMEOUT_S = 15.0
+"""Of a hello that wants NIXL: the peer may have to start its NIXL process and to make an agent,
+1 s, or ten where engines are being loaded at the same time."""
 
 LATE_S = 0.01
 """Between the end of a wait for an answer and the verdict."""

@@ -321,7 +321,7 @@ class ConnectorScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.loading_into = frozenset()
-                state.spent = not state.retain
+                state.spent = state.one_off
         worker = output.kv_connector_worker_meta
         if isinstance(worker, WorkerMetadata):
             for job_id, ranks in worker.saved.items():
