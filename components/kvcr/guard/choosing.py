@@ -29,7 +29,7 @@ from kvcr.transfer.shm import ShmTransport
 
 log = logging.getLogger(__name__)
 
-TRIAL_TIMEOUT_S = 5.0
+TRIAL_TIMEOUT_S = 10.0
 """Of one canary read: over NIXL it may have to make an agent and to connect first."""
 
 PROBE_READS = 5
