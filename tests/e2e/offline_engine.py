@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ class OfflineEngine:
     def reset_g1(self, *, connector: bool = False) -> None:
         """Empty vLLM's own prefix cache; with ``connector`` also raise our weights generation."""
         assert self._ask("reset", connector=connector) is True
+
+    def timeline(self, requests: list[dict[str, Any]]) -> list[list[float]]:
+        """Run requests (``prompt``, ``max_tokens``, optional ``params``) together; for each, the seconds from
+        the start at which its tokens came out."""
+        times: list[list[float]] = self._ask("timeline", requests=requests)
+        return times
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def abort_in_flight(self, prompt: list[int], steps: int) -> None:
         """Add a request, do some steps, abort it, and go on until the engine is idle."""
@@ -164,6 +175,8 @@ def _serve(settings: dict[str, Any]) -> None:
             )
         elif verb == "reset":
             _reply(llm.reset_prefix_cache(reset_connector=request["connector"]))
+        elif verb == "timeline":
+            _reply(_timeline(llm.llm_engine, request["requests"]))
         elif verb == "abort":
             engine = llm.llm_engine
             params = SamplingParams(temperature=0.0, max_tokens=200, min_tokens=200, detokenize=False)
@@ -176,6 +189,31 @@ def _serve(settings: dict[str, Any]) -> None:
             while engine.has_unfinished_requests():
                 engine.step()
             _reply("aborted")
+
+
+def _timeline(engine: Any, requests: list[dict[str, Any]]) -> list[list[float]]:
+    from vllm import SamplingParams, TokensPrompt
+
+    names = [f"timeline-{number}-{os.urandom(4).hex()}" for number in range(len(requests))]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    counts = dict.fromkeys(names, 0)
+    started_s = time.monotonic()
+    for name, request in zip(names, requests, strict=True):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_tokens"],
+            min_tokens=request["max_tokens"],
+            detokenize=False,
+            extra_args={"kv_transfer_params": request["params"]} if "params" in request else None,
+        )
+        engine.add_request(name, TokensPrompt(prompt_token_ids=request["prompt"]), params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            known = next(name for name in names if output.request_id.startswith(name))
+            count = len(output.outputs[0].token_ids)
+            times[known] += [time.monotonic() - started_s] * (count - counts[known])
+            counts[known] = count
+    return [times[name] for name in names]
 
 
 def _reply(answer: Any) -> None:

@@ -30,7 +30,7 @@ ENGINE_ENVIRONMENT = {
 }
 
 # For engines on a machine that does ten other things: a busy minute should cost time, not a reuse.
-PATIENCE = {"lease_wait_ms": 2000, "load_deadline_ms": 20_000}
+PATIENCE = {"lease_wait_ms": 2000, "load_deadline_ms": 20_000, "local_estimate": False}
 
 
 class Child:

@@ -56,7 +56,13 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
         for name in ("a", "b"):
             pool = SHM / f"kvcr-conn-{logs.name}-{name}"
             guard, ready = start_guard(f"conn-{name}", pool, POOL_BYTES, logs)
-            extra = {"socket": ready["socket"], "load_deadline_ms": 10_000, "lease_wait_ms": 5000}
+            extra = {
+                "socket": ready["socket"],
+                "load_deadline_ms": 10_000,
+                "lease_wait_ms": 5000,
+                # Computing is as fast as pulling for this model, and these tests want to see pulls.
+                "local_estimate": False,
+            }
             if made:
                 extra["peers"] = [made[0].control]
             engine = OfflineEngine(

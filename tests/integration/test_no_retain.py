@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -206,3 +207,47 @@ def test_where_the_engine_cannot_map_the_peers_pool_blocks_take_the_way_through_
             assert engine.guard.metrics()['kvcr_transit_blocks_total{how="slot"}'] == 20
         finally:
             os.rename(directory / "elsewhere", source.directory)
+
+
+def test_blocks_reach_engine_memory_while_the_pull_goes_on(directory: Path) -> None:
+    """Half of the blocks are at a guard that is stopped; the others are loaded before it is given up."""
+    with (
+        a_source_and_an_engine(directory, 40) as (_, engine, root, keys, sources),
+        guards(directory, "c") as (c,),
+        EngineClient(c, "engine-c") as silent,
+    ):
+        more_root, more = chain(80, "tenant")
+        assert (more_root, more[:40]) == (root, keys)
+        silent.deposit(more[40:], more[39], first=40)
+        state = engine.scheduler.fetch(
+            "r",
+            first=0,
+            parent=root,
+            keys=pack_keys(more),
+            engine_hashes=np.zeros(80, np.uint64),
+            sources=[*sources, Source(c.endpoint, 40, 40)],
+            deadline_ms=15_000,
+        )
+        os.kill(c.pid, signal.SIGSTOP)
+        engine.worker.submit_load(
+            LoadSpec(
+                request_id="r",
+                first=0,
+                keys=pack_keys(keys),
+                block_ids=np.arange(40, dtype="<i4").tobytes(),
+                deadline_s=15.0,
+                fetching=True,
+                fetch_first=0,
+                fetch_count=80,
+            )
+        )
+        results: list[LoadResult] = []
+        wait_until(lambda: results.extend(engine.worker.take_loads()) or results)
+        engine.scheduler.poll()
+        ended_first = not state.final
+        assert set(results[0].statuses.tolist()) == {OK}
+        assert all(engine.has(keys))
+        # The stopped guard has a second to answer, of which copying 40 blocks needs a fraction.
+        assert ended_first
+        wait_until(lambda: engine.scheduler.poll() or state.final)
+        os.kill(c.pid, signal.SIGCONT)
