@@ -648,3 +648,74 @@ def test_counters_say_what_was_not_used() -> None:
     counters = scheduler.take_counters()
     assert counters.skipped == Counter({"unknown action kv.dance@1": 1})
     assert scheduler.take_counters().skipped == Counter()
+
+
+# --- estimates and one-off turns -----------------------------------------------------------------
+
+
+def prefill_at(scheduler: ConnectorScheduler, handle: FakeHandle, tokens_per_s: float) -> None:
+    """Let it see a step of 100 prompt tokens that took as long as that."""
+    scheduler.prefill.step(handle.now, 100)
+    scheduler.prefill.ended(handle.now + 100 / tokens_per_s)
+
+
+def test_without_a_planners_estimate_the_engines_own_speed_is_the_estimate() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle, peers=[PEER])
+    prefill_at(scheduler, handle, tokens_per_s=40.0)
+    scheduler.on_new_request(request(41))
+    (sent,) = handle.sent
+    # Ten blocks of four tokens.
+    assert (sent["give_up_ms"], sent["local_estimate"]) == (1000.0, True)
+
+
+def test_a_pull_gets_some_time_however_fast_the_engine_is() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle, peers=[PEER])
+    prefill_at(scheduler, handle, tokens_per_s=1e6)
+    scheduler.on_new_request(request(41))
+    assert handle.sent[0]["give_up_ms"] == 200.0
+
+
+def test_the_planners_estimate_goes_before_the_engines_own() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle)
+    prefill_at(scheduler, handle, tokens_per_s=40.0)
+    made = request(41)
+    made.kv_hints = hint_of(made, 10, give_up_ms=123.0)
+    scheduler.on_new_request(made)
+    assert (handle.sent[0]["give_up_ms"], handle.sent[0]["local_estimate"]) == (123.0, False)
+
+
+def test_the_engines_own_estimate_can_be_turned_off() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle, peers=[PEER], local_estimate=False)
+    prefill_at(scheduler, handle, tokens_per_s=40.0)
+    scheduler.on_new_request(request(41))
+    assert (handle.sent[0]["give_up_ms"], handle.sent[0]["local_estimate"]) == (0.0, False)
+
+
+def test_a_hint_that_only_says_not_to_retain_fetches_nothing_and_saves_nothing() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle, peers=[PEER])
+    made = request(12)
+    made.kv_hints = envelope(
+        "m", [fetch_action("a", FetchPayload(plan_id="p", sources=[], last_key="", no_retain=True))]
+    )
+    scheduler.on_new_request(made)
+    assert handle.sent == []
+    assert scheduler.build_metadata(step({"r": (0, 12)}, {"r": [1, 2, 3]})).saves == []
+
+
+def test_what_came_for_one_request_alone_is_not_offered_to_it_twice() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle)
+    made = request(13)
+    made.kv_hints = hint_of(made, 3, no_retain=True)
+    scheduler.on_new_request(made)
+    handle.fetches["r"].progressed(FetchProgress("r", bytes([BlockStatus.OK] * 3), final=True))
+    assert scheduler.matched_tokens(made, 0) == (12, True)
+    scheduler.after_alloc(made, blocks([1, 2, 3]), 12)
+    scheduler.take_output(output(finished_recving={"r"}))
+    # Preempted, and asked again: the blocks are nowhere any more.
+    assert scheduler.matched_tokens(made, 0) == (0, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,10 @@ class Load:
     held while blocks are written, and ``reported`` is checked under it: after a report no byte is written.
     """
 
-    def __init__(self, spec: LoadSpec, now_s: float) -> None:
+    def __init__(self, spec: LoadSpec, now_s: float, fence: Any = None) -> None:
+        """``fence``: of the engine memory, as of now."""
         self.spec = spec
+        self.fence = fence
         self.lock = threading.Lock()
         self.reported = False
         self.cancelled = False

@@ -40,8 +40,12 @@ class BlockMemory(Protocol):
         """Copy blocks into slots; returns when the bytes are in the slots."""
         ...
 
-    def load(self, slots: U8, slot_ids: I32, block_ids: I32) -> None:
-        """Copy slots into blocks; returns when the bytes are in the blocks."""
+    def load(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any) -> None:
+        """Copy slots into blocks; returns when the bytes are in the blocks.
+
+        ``fence`` is of when the load was asked for: a step that was under way then may still use what the
+        blocks held before. ``slots`` need not be the attached array, and may be read-only.
+        """
         ...
 
 
@@ -92,7 +96,7 @@ class HostBlockMemory:
     def store(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any = None) -> None:
         self._copy(slots, slot_ids, block_ids, to_slots=True)
 
-    def load(self, slots: U8, slot_ids: I32, block_ids: I32) -> None:
+    def load(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any = None) -> None:
         self._copy(slots, slot_ids, block_ids, to_slots=False)
 
     def _copy(self, slots: U8, slot_ids: I32, block_ids: I32, *, to_slots: bool) -> None:

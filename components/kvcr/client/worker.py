@@ -166,7 +166,7 @@ class WorkerHandle:
 
     def submit_load(self, spec: LoadSpec) -> None:
         """Start a load. Its result comes exactly once from :meth:`take_loads`, by its deadline."""
-        load = Load(spec, self._clock())
+        load = Load(spec, self._clock(), self._memory.fence())
         with self._lock:
             self._loads[spec.request_id] = load
         self._ring()
@@ -508,7 +508,7 @@ class WorkerHandle:
         with load.lock:
             if load.reported:
                 return
-            self._memory.load(origin.slots, slots[good], load.block_ids[index[good]])
+            self._memory.load(origin.slots, slots[good], load.block_ids[index[good]], load.fence)
             # The control words are read again after the copy: a slot that was evicted and reused under
             # it has another generation by now.
             alive = np.asarray(origin.still(slots, generations), np.bool_)

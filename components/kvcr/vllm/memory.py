@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -100,27 +101,12 @@ class CudaBlockMemory:
     def attach(self, slots: U8) -> None:
         """Page-lock the pool's region. Where the driver refuses, copies are pageable, and slower."""
         base = int(slots.ctypes.data)
-        runtime = torch.cuda.cudart()
-        done: list[int] = []
         with torch.cuda.device(self._device):
-            for offset in range(0, slots.nbytes, PIN_CHUNK_BYTES):
-                size = min(PIN_CHUNK_BYTES, slots.nbytes - offset)
-                code = int(runtime.cudaHostRegister(base + offset, size, 0))
-                if code != 0:
-                    logger.warning(
-                        "cudaHostRegister of %d bytes of the pool failed with code %d; copying without "
-                        "page lock. Raise the memlock limit to fix.",
-                        size,
-                        code,
-                    )
-                    _unregister(done)
-                    return
-                done.append(base + offset)
-        self._pinned[base] = done
+            self._pinned[base] = pin(torch.cuda.cudart(), base, slots.nbytes)
 
     def detach(self, slots: U8) -> None:
         with torch.cuda.device(self._device):
-            _unregister(self._pinned.pop(int(slots.ctypes.data), []))
+            unpin(torch.cuda.cudart(), self._pinned.pop(int(slots.ctypes.data), []))
 
     def fence(self) -> Any:
         """An event on the engine's current stream, after the writes of this step."""
@@ -146,8 +132,10 @@ class CudaBlockMemory:
                 # Within the loop: the staging buffer is used again in the next step.
                 self._stream.synchronize()
 
-    def load(self, slots: U8, slot_ids: I32, block_ids: I32) -> None:
+    def load(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            # A step that was launched before may still read, or write, what these blocks held.
+            self._stream.wait_event(fence)
             for start in range(0, len(slot_ids), STAGING_BLOCKS):
                 part = slice(start, start + STAGING_BLOCKS)
                 index = self._index(block_ids[part])
@@ -164,10 +152,35 @@ class CudaBlockMemory:
         return torch.from_numpy(block_ids.astype(np.int64)).to(self._device)
 
     def _host(self, slots: U8, slot: int) -> torch.Tensor:
-        return torch.from_numpy(slots[slot, : self._part_bytes])
+        # By address: torch takes no read-only array without a warning, and another guard's pool is one.
+        address = int(slots.ctypes.data) + slot * int(slots.strides[0])
+        return torch.frombuffer((ctypes.c_uint8 * self._part_bytes).from_address(address), dtype=torch.uint8)
 
 
-def _unregister(addresses: list[int]) -> None:
-    runtime = torch.cuda.cudart()
+def pin(runtime: Any, base: int, nbytes: int, chunk_bytes: int = PIN_CHUNK_BYTES) -> list[int]:
+    """Page-lock memory chunk by chunk; returns the address of each chunk, for :func:`unpin`.
+
+    All or nothing: where one chunk is refused, those before it are given back and the list is empty.
+    ``runtime``: ``torch.cuda.cudart()``.
+    """
+    done: list[int] = []
+    for offset in range(0, nbytes, chunk_bytes):
+        size = min(chunk_bytes, nbytes - offset)
+        code = int(runtime.cudaHostRegister(base + offset, size, 0))
+        if code != 0:
+            logger.warning(
+                "cudaHostRegister of %d bytes of the pool failed with code %d; copying without page lock. "
+                "Raise the memlock limit to fix.",
+                size,
+                code,
+            )
+            unpin(runtime, done)
+            return []
+        done.append(base + offset)
+    return done
+
+
+def unpin(runtime: Any, addresses: list[int]) -> None:
+    """Undo :func:`pin`."""
     for address in addresses:
         runtime.cudaHostUnregister(address)
