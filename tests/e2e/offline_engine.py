@@ -79,10 +79,6 @@ class OfflineEngine:
         times: list[list[float]] = self._ask("timeline", requests=requests)
         return times
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def abort_in_flight(self, prompt: list[int], steps: int) -> None:
         """Add a request, do some steps, abort it, and go on until the engine is idle."""
         self._ask("abort", prompt=prompt, steps=steps)

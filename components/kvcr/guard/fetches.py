@@ -144,6 +144,8 @@ class _Active:
     """Lease at its source of each block, 0: none."""
     claim: int = 0
     """Blocks that are leased and need a slot."""
+    given_up: bool = False
+    """Stopped, as recomputing is faster; steps under way may still bring something."""
     untold: bool = False
     """Blocks became OK without a step of ours, and the engine was not told."""
 
@@ -416,7 +418,7 @@ class Fetches:
     def _estimate(self, active: _Active) -> None:
         """Stop when recomputing would be done before the blocks that are left; what arrived is kept."""
         pull = active.pull
-        if pull.give_up_s is None or pull.done:
+        if pull.give_up_s is None or pull.done or active.given_up:
             return
         block_bytes = active.context.local.block_bytes
         rates = [link.bytes_per_s for link in active.links]
@@ -427,6 +429,7 @@ class Fetches:
 
     def _give_up(self, active: _Active, projection: Projection) -> None:
         pull, fetch = active.pull, active.fetch
+        active.given_up = True
         open_ = np.flatnonzero(pull.phase != Phase.FINAL)
         source = int(pull.source[open_[0]])
         link = active.links[source] if source >= 0 else None
