@@ -66,6 +66,7 @@ class FakeLink:
             slots,
             np.ones(count, np.uint64),
             self.world.sums[slots][:, None],
+            np.zeros(count, np.uint64),
             np.zeros(count, bool),
             float("inf"),
         )
