@@ -348,6 +348,23 @@ async def test_a_move_keeps_what_is_pinned_at_the_source_and_everything_when_the
         assert target.guard.metrics()["kvcr_moved_blocks_total"] == 10
 
 
+async def test_a_move_of_what_its_target_has_already_frees_the_source(deployment: Deployment) -> None:
+    with a_pair(deployment) as (source, target):
+        root, keys = chain(12, "session")
+        source.deposit(keys, root)
+        target.deposit(keys, root)
+        async with acting(deployment) as router:
+            sources = [Source(source.guard.endpoint, 0, 12)]
+            target.fetch("r", keys, root, sources, move=True, plan_id="p", action_id="0")
+            assert code(await router.result("p")) == ("done", 0)
+            # A plan that names the target as its own source drops nothing.
+            own = [Source(target.guard.endpoint, 0, 12)]
+            target.fetch("r2", keys, root, own, move=True, plan_id="q", action_id="0")
+            assert code(await router.result("q")) == ("partial", 0)
+        assert here(source, keys) == [False] * 12
+        assert target.right(keys) == [True] * 12
+
+
 async def test_a_move_whose_source_dies_after_the_copy_is_a_copy(deployment: Deployment) -> None:
     with a_pair(deployment) as (source, target):
         # Few enough to be read from the source's files without a word to it.

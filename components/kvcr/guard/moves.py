@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,11 +54,20 @@ def free_sources(ended: Ended, own_name: str, meters: Meters, done: Callable[[Fr
     if not blobs:
         finish()
     for link, keys in blobs:
-        link.discard(
-            keys,
-            ended.fetch.plan_id,
-            lambda dropped, reason, link=link: answered(link, dropped, reason),  # type: ignore[misc]
-        )
+        _discard(link, keys, ended.fetch.plan_id, answered)
+
+
+def _discard(
+    link: PeerLink, keys: bytes, plan_id: str, answered: Callable[[PeerLink, int | None, str], None]
+) -> None:
+    def opened(reason: str) -> None:
+        if reason:
+            answered(link, None, reason)
+        else:
+            link.discard(keys, plan_id, lambda dropped, reason: answered(link, dropped, reason))
+
+    # Nothing may have been copied, as all of it was here: then nobody has opened the link yet.
+    link.when_ready(time.monotonic(), opened)
 
 
 def _arrived(ended: Ended, index: int, link: PeerLink, own_name: str) -> bytes:
