@@ -292,6 +292,66 @@ done:
     return result;
 }
 
+PyDoc_STRVAR(find_doc,
+"find(keys: 16 B[n], buckets: u64, control: u64[m], key_column: 16 B[m], checksum_column: u64[m * ranks],\n"
+"     hash_column: u64[m], out_slots: i32[n], out_generations: u64[n], out_checksums: u64[n * ranks],\n"
+"     out_hashes: u64[n]) -> int\n\n"
+"lookup, with checksums and engine hash of each hit, read while its slot still held that generation. Returns\n"
+"the number of hits; both are 0 of a miss.");
+
+static PyObject *native_find(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"keys", KEY_BYTES, 0},       {"buckets", 8, 0},
+                                      {"control", 8, 0},            {"key_column", KEY_BYTES, 0},
+                                      {"checksum_column", 8, 0},    {"hash_column", 8, 0},
+                                      {"out_slots", 4, 1},          {"out_generations", 8, 1},
+                                      {"out_checksums", 8, 1},      {"out_hashes", 8, 1}};
+    Py_buffer v[10];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 10, v) < 0)
+        return NULL;
+    Py_ssize_t n = v[0].len / KEY_BYTES, m = v[2].len / 8;
+    Py_ssize_t ranks = m ? v[4].len / 8 / m : 0;
+    int64_t mask = bucket_mask(&v[1]);
+    if (mask < 0 || same_count(v[3].len / KEY_BYTES, m, "key_column") < 0
+        || same_count(v[4].len / 8, m * ranks, "checksum_column") < 0
+        || same_count(v[5].len / 8, m, "hash_column") < 0 || same_count(v[6].len / 4, n, "out_slots") < 0
+        || same_count(v[7].len / 8, n, "out_generations") < 0
+        || same_count(v[8].len / 8, n * ranks, "out_checksums") < 0
+        || same_count(v[9].len / 8, n, "out_hashes") < 0)
+        goto done;
+    if (((uintptr_t)v[3].buf) % 8 != 0) {
+        PyErr_SetString(PyExc_ValueError, "key_column is not aligned to 8 bytes");
+        goto done;
+    }
+    const uint64_t *control = v[2].buf, *column = v[4].buf, *hash_column = v[5].buf;
+    int32_t *slots = v[6].buf;
+    uint64_t *generations = v[7].buf, *sums = v[8].buf, *hashes = v[9].buf;
+    lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, control, v[3].buf, (uint64_t)m, slots, generations);
+    long hits = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (slots[i] >= 0) {
+            for (Py_ssize_t r = 0; r < ranks; r++)
+                sums[i * ranks + r] = __atomic_load_n(&column[slots[i] * ranks + r], __ATOMIC_RELAXED);
+            hashes[i] = __atomic_load_n(&hash_column[slots[i]], __ATOMIC_RELAXED);
+            __atomic_thread_fence(__ATOMIC_ACQUIRE);
+            uint64_t ready = (STATE_READY << STATE_SHIFT) | generations[i];
+            if (__atomic_load_n(&control[slots[i]], __ATOMIC_RELAXED) == ready) {
+                hits++;
+                continue;
+            }
+            slots[i] = -1;
+            generations[i] = 0;
+        }
+        hashes[i] = 0;
+        memset(sums + i * ranks, 0, (size_t)ranks * 8);
+    }
+    result = PyLong_FromLong(hits);
+done:
+    release_all(v, 10);
+    return result;
+}
+
 PyDoc_STRVAR(still_doc,
 "still(control: u64[m], slots: i32[n], generations: u64[n], out: bool[n]) -> None\n\n"
 "Whether each slot is READY in that generation now. Slots outside of control are not. Everything the\n"
@@ -663,6 +723,7 @@ static PyMethodDef methods[] = {
     {"load_words", (PyCFunction)(void (*)(void))native_load_words, METH_FASTCALL, load_words_doc},
     {"store_words", (PyCFunction)(void (*)(void))native_store_words, METH_FASTCALL, store_words_doc},
     {"lookup", (PyCFunction)(void (*)(void))native_lookup, METH_FASTCALL, lookup_doc},
+    {"find", (PyCFunction)(void (*)(void))native_find, METH_FASTCALL, find_doc},
     {"still", (PyCFunction)(void (*)(void))native_still, METH_FASTCALL, still_doc},
     {"insert", (PyCFunction)(void (*)(void))native_insert, METH_FASTCALL, insert_doc},
     {"remove", (PyCFunction)(void (*)(void))native_remove, METH_FASTCALL, remove_doc},

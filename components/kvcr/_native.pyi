@@ -18,6 +18,18 @@ def lookup(
     out_slots: npt.NDArray[np.int32],
     out_generations: npt.NDArray[np.uint64],
 ) -> None: ...
+def find(
+    keys: bytes | npt.NDArray[np.uint64],
+    buckets: npt.NDArray[np.uint64],
+    control: npt.NDArray[np.uint64],
+    key_column: npt.NDArray[np.uint64],
+    checksum_column: npt.NDArray[np.uint64],
+    hash_column: npt.NDArray[np.uint64],
+    out_slots: npt.NDArray[np.int32],
+    out_generations: npt.NDArray[np.uint64],
+    out_checksums: npt.NDArray[np.uint64],
+    out_hashes: npt.NDArray[np.uint64],
+) -> int: ...
 def still(
     control: npt.NDArray[np.uint64],
     slots: npt.NDArray[np.int32],

@@ -176,22 +176,21 @@ class Kvcr:
         deadline_s = time.monotonic() + wait_s
         statuses = self.query(keys)
         todo = np.flatnonzero(statuses != BlockStatus.OK)
-        while len(todo):
-            self.poll()
-            grants = self._scheduler.take_grants(min(len(todo), MAX_BLOCKS_PER_MESSAGE))
-            if len(grants):
-                batch, todo = todo[: len(grants)], todo[len(grants) :]
-                self._save(grants, batch, keys, parents, block_ids, hashes, places)
-                statuses[batch] = BlockStatus.PENDING
-            elif time.monotonic() >= deadline_s or not self._scheduler.connected:
-                break
-            else:
-                self._until(
-                    lambda: self._scheduler.grants_available > 0 or not self._scheduler.connected, deadline_s
-                )
-        # Past the deadline too: the blocks are the caller's again only when they are copied.
-        self._until(lambda: not self._worker.any_saving, math.inf)
-        self._until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
+        with self._worker.borrowed():
+            while len(todo):
+                self.poll()
+                grants = self._scheduler.take_grants(min(len(todo), MAX_BLOCKS_PER_MESSAGE))
+                if len(grants):
+                    batch, todo = todo[: len(grants)], todo[len(grants) :]
+                    self._save(grants, batch, keys, parents, block_ids, hashes, places)
+                    statuses[batch] = BlockStatus.PENDING
+                elif time.monotonic() >= deadline_s or not self._scheduler.connected:
+                    break
+                else:
+                    self._until(self._granted_or_lost, deadline_s)
+            # Past the deadline too: the blocks are the caller's again only when they are copied.
+            self._until(lambda: not self._worker.any_saving, math.inf)
+            self._until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
         self._worker.take_saved_jobs()
         pending = np.flatnonzero(statuses == BlockStatus.PENDING)
         here = self._scheduler.lookup(pack_keys([keys[i] for i in pending.tolist()]))
@@ -344,22 +343,23 @@ class Kvcr:
         self.poll()
         state = self._scheduler.fetch_state(request_id)
         self._scheduler.use(pack_keys(keys))
-        self._worker.submit_load(
-            LoadSpec(
-                request_id=request_id,
-                first=first,
-                keys=pack_keys(keys),
-                block_ids=np.array(block_ids, "<i4").tobytes(),
-                deadline_s=deadline_s,
-                fetching=state is not None and not state.final,
-                fetch_first=state.first if state is not None else 0,
-                fetch_count=state.count if state is not None else 0,
-                prefix_only=False,
-            )
+        spec = LoadSpec(
+            request_id=request_id,
+            first=first,
+            keys=pack_keys(keys),
+            block_ids=np.array(block_ids, "<i4").tobytes(),
+            deadline_s=deadline_s,
+            fetching=state is not None and not state.final,
+            fetch_first=state.first if state is not None else 0,
+            fetch_count=state.count if state is not None else 0,
+            prefix_only=False,
         )
         if not wait:
+            self._worker.submit_load(spec)
             return np.zeros(len(keys), np.uint8)
-        self._until(lambda: request_id in self._results, time.monotonic() + deadline_s + 1.0)
+        with self._worker.borrowed():
+            self._worker.submit_load(spec)
+            self._until(lambda: request_id in self._results, time.monotonic() + deadline_s + 1.0)
         result = self.delivered(request_id)
         assert result is not None, "a load ends by its deadline"
         return result.statuses
@@ -403,6 +403,9 @@ class Kvcr:
         """Disconnect. The pool and its blocks stay with the guard. Idempotent."""
         self._worker.close()
         self._scheduler.close()
+
+    def _granted_or_lost(self) -> bool:
+        return self._scheduler.grants_available > 0 or not self._scheduler.connected
 
     def _until(self, done: Callable[[], bool], deadline_s: float) -> None:
         def polled() -> bool:

@@ -53,6 +53,7 @@ COMPONENTS = Path(__file__).resolve().parents[2] / "components"
 TIMEOUT_S = 20.0
 
 M = TypeVar("M")
+N = TypeVar("N")
 
 LAYOUT = Layout(
     model="tiny@0123+0",
@@ -212,6 +213,13 @@ class EngineClient:
             if isinstance(message, kind):
                 return message
 
+    def receive_one_of(self, sock: socket.socket, kind: type[M], other: type[N]) -> M | N:
+        """The next message of either kind; others are dropped. Raises TimeoutError."""
+        while True:
+            message = self.receive_any(sock)
+            if isinstance(message, kind | other):
+                return message
+
     def reserve(self, count: int) -> Granted:
         """Slots for the next :meth:`deposit`."""
         self.send(self.scheduler, Reserve(self.welcome.epoch, count))
@@ -292,11 +300,16 @@ class EngineClient:
             no_retain=no_retain,
             **more,
         )
-        lease = self.receive(self.scheduler, FetchLease)
+        first = self.receive_one_of(self.scheduler, FetchLease, FetchProgress)
+        if isinstance(first, FetchProgress):
+            # Over at once, and then without a lease.
+            assert first.final
+            kept = first.statuses.count(BlockStatus.OK)
+            return FetchLease(request_id, first.first, kept), first
         while not (progress := self.receive(self.scheduler, FetchProgress)).final:
             pass
         assert progress.request_id == request_id
-        return lease, progress
+        return first, progress
 
     def start_fetch(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import platform
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -159,3 +159,77 @@ def test_the_backend_follows_the_environment_and_the_machine(monkeypatch: pytest
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match="not safe on aarch64: build the extension"):
         native.backend()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.integers(1, 60),
+    ranks=st.integers(1, 3),
+    gone=st.sets(st.integers(0, 59)),
+    seed=st.integers(0, 99),
+)
+def test_find_is_lookup_with_the_checksums_of_what_is_there(
+    count: int, ranks: int, gone: set[int], seed: int
+) -> None:
+    blob = keys(*range(count))
+    table = Table.of(blob, 32)
+    done = insert(_native, table, blob, np.arange(count, dtype=np.int32))
+    table.control[[slot for slot in gone if slot < count]] += np.uint64(1 << 56)
+    sums = np.random.default_rng(seed).integers(0, 1 << 63, (count, ranks)).astype(np.uint64)
+    asked = blob + keys(10_000)
+    expected = [slot if done[slot] and slot not in gone else -1 for slot in range(count)] + [-1]
+    for backend in (_native, fallback):
+        slots, generations = np.empty(count + 1, np.int32), np.empty(count + 1, np.uint64)
+        found = np.empty((count + 1, ranks), np.uint64)
+        hashes = np.empty(count + 1, np.uint64)
+        hits = backend.find(asked, *table, sums, sums[:, 0].copy(), slots, generations, found, hashes)
+        assert hashes.tolist() == [int(sums[slot, 0]) if slot >= 0 else 0 for slot in expected]
+        assert (hits, slots.tolist()) == (sum(slot >= 0 for slot in expected), expected)
+        assert generations.tolist() == [7 if slot >= 0 else 0 for slot in expected]
+        for index, slot in enumerate(expected):
+            assert found[index].tolist() == (sums[slot].tolist() if slot >= 0 else [0] * ranks)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.integers(0, 60), ranks=st.integers(1, 3), size=st.sampled_from([1, 8]), seed=st.integers(0, 99)
+)
+def test_both_publish_the_same_records(count: int, ranks: int, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(64).astype(np.int32)[:count]
+    generations = rng.integers(0, 1 << 40, count).astype(np.uint64)
+    rows = np.frombuffer(keys(*range(count)), np.uint64).reshape(-1, 2)
+    hashes, positions = rng.integers(0, 1 << 62, count).astype(np.uint64), np.arange(count, dtype=np.uint32)
+    sums = rng.integers(0, 1 << 62, (count, ranks)).astype(np.uint64)
+    written = []
+    for backend in (_native, fallback):
+        control, buckets = np.zeros(64, np.uint64), np.zeros(8 * size, np.uint64)
+        columns: list[Any] = [np.zeros((64, 2), np.uint64), np.zeros((64, 2), np.uint64)]
+        columns += [np.zeros(64, np.uint64), np.zeros(64, np.uint32), np.zeros(64), np.zeros(64, np.uint64)]
+        columns += [np.zeros((64, ranks), np.uint64)]
+        out = np.empty(count, np.bool_)
+        backend.publish(
+            control, buckets, *columns, slots, generations, rows, rows, hashes, positions, sums, out, 1.5
+        )
+        assert control[slots].tolist() == control_words(SlotState.READY, generations).tolist()
+        assert np.count_nonzero(control) == count
+        assert np.count_nonzero(buckets) == np.count_nonzero(out)
+        written.append([control.tobytes(), *(column.tobytes() for column in columns)])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_published_when_a_slot_is_outside(backend: Backend) -> None:
+    control, buckets = np.zeros(4, np.uint64), np.zeros(8, np.uint64)
+    pairs, words = np.zeros((4, 2), np.uint64), np.zeros(4, np.uint64)
+    new = np.frombuffer(keys(1, 2), np.uint64).reshape(2, 2)
+    two, positions = np.ones(2, np.uint64), np.ones(2, np.uint32)
+    with pytest.raises(IndexError):
+        backend.publish(
+            control, buckets, pairs, pairs.copy(), words, np.zeros(4, np.uint32), np.zeros(4), words.copy(),
+            words[:, None].copy(), np.array([0, 4], np.int32), two, new, new, two, positions, two[:, None],
+            np.empty(2, np.bool_), 0.0,
+        )  # fmt: skip
+    assert not control.any()
+    assert not buckets.any()
+    assert not pairs.any()

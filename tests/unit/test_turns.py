@@ -87,3 +87,13 @@ def test_an_idle_row_of_calls_wakes_the_thread_once_it_is_over() -> None:
     assert worker.works_again()
     assert time.monotonic() - started_s >= LINGER_S / 2
     worker.close()
+
+
+def test_borrowing_twice_is_giving_back_once() -> None:
+    worker = Worker()
+    with worker.turns.borrowed():
+        with worker.turns.borrowed():
+            assert not worker.works_again(0.01)
+        assert not worker.works_again(0.01)
+    assert worker.works_again()
+    worker.close()

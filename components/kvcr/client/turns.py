@@ -27,7 +27,10 @@ class Turns:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """The calling thread works, and the handle's own does not."""
+        """The calling thread works, and the handle's own does not. May be nested."""
+        if self._borrower == threading.get_ident():
+            yield
+            return
         self._borrower = threading.get_ident()
         try:
             with self.lock:

@@ -243,11 +243,17 @@ class WorkerHandle:
                 )
             )
 
+    def borrowed(self) -> contextlib.AbstractContextManager[None]:
+        """Do the copy thread's work on the calling thread, in :meth:`work_until`: for callers that would only
+        wait. What is submitted meanwhile wakes no thread."""
+        return self._turns.borrowed()
+
     def work_until(
         self, done: Callable[[], bool], deadline_s: float, also: Callable[[], int] = lambda: -1
     ) -> None:
-        """Do the copy thread's work on the calling thread, until ``done()`` or, on the monotonic clock, the
-        deadline. For callers that would only wait. Input on the descriptor ``also()`` may change ``done()``.
+        """Work until ``done()`` or, on the monotonic clock, the deadline. See :meth:`borrowed`.
+
+        Input on the descriptor ``also()`` may change ``done()``.
         """
         with self._turns.borrowed():
             while not done():

@@ -75,22 +75,18 @@ class Deposits:
             # Stores of the past: acknowledged, so that they are not sent again, and dropped.
             answer(Committed(pool.epoch, message.slots, message.generations))
             return
-        # Fills of before a guard's restart, or sent twice: published already, or never to be.
-        found = pool.lookup(message.keys)
-        settled = (found.slots == slots) & (found.generations == generations)
-        settled |= (slots < 0) | (slots >= pool.slots)
-        if settled.any():
-            answer(Committed(pool.epoch, slots[settled].tobytes(), generations[settled].tobytes()))
-        chosen = np.flatnonzero(~settled)
-        whole, void = self._done(slots[chosen], generations[chosen], rank, pool.layout.ranks, failed=False)
-        if void.any():
-            self._free(pool, slots[chosen[void]], generations[chosen[void]])
-            answer(Committed(pool.epoch, slots[chosen[void]].tobytes(), generations[chosen[void]].tobytes()))
-        chosen = chosen[whole]
-        if not len(chosen):
+        keys, parents = message.keys, message.parents
+        if pool.layout.ranks > 1 or slots.min(initial=0) < 0 or slots.max(initial=0) >= pool.slots:
+            chosen = self._to_commit(pool, message, slots, generations, rank, answer)
+            slots, generations, hashes, positions = (
+                slots[chosen],
+                generations[chosen],
+                hashes[chosen],
+                positions[chosen],
+            )
+            keys, parents = _take(keys, chosen), _take(parents, chosen)
+        if not len(slots):
             return
-        slots, generations = slots[chosen], generations[chosen]
-        keys, parents = _take(message.keys, chosen), _take(message.parents, chosen)
 
         def hashed(checksums: npt.NDArray[np.uint64] | None) -> None:
             if checksums is None or pool is not self._host.pool:
@@ -105,8 +101,8 @@ class Deposits:
                 generations,
                 keys,
                 parents,
-                hashes[chosen],
-                positions[chosen],
+                hashes,
+                positions,
                 checksums,
                 now_s,
             )
@@ -120,6 +116,29 @@ class Deposits:
             hashed(local.checksums(slots))
         else:
             self._movers.submit(lambda: local.checksums(slots), hashed)
+
+    def _to_commit(
+        self,
+        pool: Pool,
+        message: Filled,
+        slots: npt.NDArray[np.int32],
+        generations: npt.NDArray[np.uint64],
+        rank: int,
+        answer: Callable[[ToEngine], None],
+    ) -> npt.NDArray[np.intp]:
+        """Entries that every rank has filled now. With one rank that is each; the commit knows the rest."""
+        # Fills of before a guard's restart, or sent twice: published already, or never to be.
+        found = pool.lookup(message.keys)
+        settled = (found.slots == slots) & (found.generations == generations)
+        settled |= (slots < 0) | (slots >= pool.slots)
+        if settled.any():
+            answer(Committed(pool.epoch, slots[settled].tobytes(), generations[settled].tobytes()))
+        chosen = np.flatnonzero(~settled)
+        whole, void = self._done(slots[chosen], generations[chosen], rank, pool.layout.ranks, failed=False)
+        if void.any():
+            self._free(pool, slots[chosen[void]], generations[chosen[void]])
+            answer(Committed(pool.epoch, slots[chosen[void]].tobytes(), generations[chosen[void]].tobytes()))
+        return chosen[whole]
 
     def returned(self, message: Return, rank: int | None) -> None:
         """Slots that will not be filled; ``rank`` is None for the scheduler, whose slots no rank was told of.

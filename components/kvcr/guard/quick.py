@@ -17,13 +17,16 @@ from kvcr.guard.meters import Meters
 from kvcr.guard.peers import PeerLink
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
-from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
+from kvcr.protocol.engine import BlockStatus, Fetch, FetchProgress, ToEngine
 from kvcr.protocol.peer import Release
-from kvcr.transfer.base import INLINE_BYTES, Step
+from kvcr.transfer.base import INLINE_BYTES
 from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
 
 TELL_S = 0.02
 """Sources are told what was read from them, and meters count it, this often: nobody waits for it."""
+
+
+_OK, _FAILED = np.uint8(BlockStatus.OK), np.uint8(BlockStatus.FAILED)
 
 
 class Pulled(NamedTuple):
@@ -90,38 +93,29 @@ class QuickPulls:
         if (pool.lookup(keys).slots >= 0).any():
             return None
         theirs = transport.lookup(keys)
-        if (theirs.slots < 0).any():
+        if theirs.hits < count:
             return None
         started_s = time.monotonic()
         granted = pool.allocate(count, started_s)
-        if len(granted.slots) < count:
-            pool.give_back(*granted)
-            return None
-        step = Step(
-            pull=0,
-            source=0,
-            indices=np.arange(count),
-            local_slots=granted.slots,
-            local_generations=granted.generations,
-            remote_slots=theirs.slots,
-            remote_generations=theirs.generations,
-            checksums=theirs.checksums,
-            deadline_s=started_s + fetch.deadline_ms / 1000,
-        )
-        result = transport.copy(step)
-        if (result.statuses != BlockStatus.OK).any():
+        if len(granted.slots) < count or not transport.take(theirs, granted.slots):
             pool.give_back(*granted)
             return None
         now_s = time.monotonic()
-        parents = fetch.parent + keys[:-KEY_BYTES]
-        positions = np.arange(fetch.first, fetch.first + count, dtype=np.uint32)
-        hashes = np.where(hashes == 0, theirs.engine_hashes, hashes)
-        stored = pool.commit_new(granted, keys, parents, hashes, positions, result.checksums, now_s)
+        stored = pool.commit_new(
+            granted,
+            keys,
+            fetch.parent + keys[:-KEY_BYTES],
+            np.where(hashes == 0, theirs.engine_hashes, hashes),
+            np.arange(fetch.first, fetch.first + count, dtype=np.uint32),
+            theirs.checksums,
+            now_s,
+        )
         # What the policy did not want, or the index had no room for: arrived, and not kept.
-        statuses = np.where(stored, BlockStatus.OK, BlockStatus.FAILED).astype(np.uint8)
+        statuses = np.where(stored, _OK, _FAILED)
         kept = int(np.count_nonzero(stored))
-        answer(FetchLease(fetch.request_id, fetch.first, kept))
-        # To the scheduler alone: the blocks are in the directory before any worker can be told to load them.
+        seconds = now_s - started_s
+        # Once, as each message wakes a process, and to the scheduler alone: the blocks are in the directory
+        # before any worker can be told to load them.
         answer(
             FetchProgress(
                 request_id=fetch.request_id,
@@ -129,14 +123,14 @@ class QuickPulls:
                 final=True,
                 pulled_blocks=count,
                 pulled_bytes=count * block_bytes,
-                seconds=now_s - started_s,
+                seconds=seconds,
                 transport=transport.name,
                 first=fetch.first,
             )
         )
-        link.measured(transport.name, count * block_bytes, result.seconds)
-        self._account(link, count, count - kept, now_s - started_s, block_bytes)
-        return Pulled(statuses, now_s - started_s)
+        link.measured(transport.name, count * block_bytes, seconds)
+        self._account(link, count, count - kept, seconds, block_bytes)
+        return Pulled(statuses, seconds)
 
     def _account(self, link: PeerLink, count: int, refused: int, seconds: float, block_bytes: int) -> None:
         self._host.pool_changed()

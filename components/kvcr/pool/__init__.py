@@ -9,7 +9,7 @@ the blocks, one region per rank. :class:`Pool` is the guard's handle, :class:`Po
 from kvcr.pool.locks import FileLock, WriterLock, engine_is_dead, is_dead, writer_path, writers_of
 from kvcr.pool.meta import DATA, META, SPARE_ROWS, boot_id, time_namespace
 from kvcr.pool.pool import Pool
-from kvcr.pool.reader import Hits, PoolReader
+from kvcr.pool.reader import Found, Hits, PoolReader
 from kvcr.pool.record import Changes, CommitResult, Granted, Record, SnapshotPage
 from kvcr.pool.recovery import Recovery
 from kvcr.pool.region import DataRegion, RegionInfo, checksum_parts, copy_parts
@@ -24,6 +24,7 @@ __all__ = [
     "CommitResult",
     "DataRegion",
     "FileLock",
+    "Found",
     "Granted",
     "Hits",
     "Pool",

@@ -85,6 +85,34 @@ def lookup(
         out_generations[which[hit]] = before[hit] & _GENERATION
 
 
+def find(
+    keys: bytes | U64,
+    buckets: U64,
+    control: U64,
+    key_column: U64,
+    checksum_column: U64,
+    hash_column: U64,
+    out_slots: I32,
+    out_generations: U64,
+    out_checksums: U64,
+    out_hashes: U64,
+) -> int:
+    lookup(keys, buckets, control, key_column, out_slots, out_generations)
+    found = np.flatnonzero(out_slots >= 0)
+    slots, generations = out_slots[found], out_generations[found]
+    out_checksums[:] = 0
+    out_checksums[found] = checksum_column[slots]
+    out_hashes[:] = 0
+    out_hashes[found] = hash_column[slots]
+    same = np.empty(len(found), np.bool_)
+    still(control, slots, generations, same)
+    out_slots[found[~same]] = -1
+    out_generations[found[~same]] = 0
+    out_checksums[found[~same]] = 0
+    out_hashes[found[~same]] = 0
+    return int(np.count_nonzero(same))
+
+
 def still(control: U64, slots: I32, generations: U64, out: Mask) -> None:
     inside = (slots >= 0) & (slots < control.size)
     words = control[np.where(inside, slots, 0)]

@@ -54,6 +54,22 @@ class Backend(Protocol):
         """Slot (-1: miss) and generation of each 16-byte key, each hit confirmed by the full key
         between two equal READY loads of its control word."""
 
+    def find(
+        self,
+        keys: bytes | U64,
+        buckets: U64,
+        control: U64,
+        key_column: U64,
+        checksum_column: U64,
+        hash_column: U64,
+        out_slots: I32,
+        out_generations: U64,
+        out_checksums: U64,
+        out_hashes: U64,
+    ) -> int:
+        """:meth:`lookup`, with checksums and engine hash of each hit (0 of a miss), read while its slot still
+        held that generation. Returns the number of hits."""
+
     def still(self, control: U64, slots: I32, generations: U64, out: Mask) -> None:
         """Whether each slot is READY in that generation, loaded after everything read before."""
 

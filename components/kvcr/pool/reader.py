@@ -24,6 +24,18 @@ class Hits(NamedTuple):
     """0 for a miss"""
 
 
+class Found(NamedTuple):
+    """Where blocks are and what is recorded of them, one entry per key asked for."""
+
+    slots: I32
+    """-1 for a miss"""
+    generations: U64
+    checksums: U64
+    """[n, ranks]: xxh3-64 of each part; like the hashes read while the slot held that generation"""
+    engine_hashes: U64
+    hits: int
+
+
 class PoolReader:
     """Finds blocks in another process's pool without a message, a lock or a wait. Any thread.
 
@@ -91,6 +103,26 @@ class PoolReader:
         )
         return found
 
+    def find(self, keys: bytes) -> Found:
+        """:meth:`lookup`, with the checksums of what is found."""
+        count, meta = len(keys) // KEY_BYTES, self._meta
+        slots, generations = np.empty(count, np.int32), np.empty(count, np.uint64)
+        checksums = np.empty((count, meta.geometry.ranks), np.uint64)
+        hashes = np.empty(count, np.uint64)
+        hits = self._backend.find(
+            keys,
+            meta.buckets,
+            meta.control,
+            meta.keys,
+            meta.checksums,
+            meta.engine_hashes,
+            slots,
+            generations,
+            checksums,
+            hashes,
+        )
+        return Found(slots, generations, checksums, hashes, hits)
+
     def still(self, slots: I32, generations: U64) -> Mask:
         """Whether each slot is READY in that generation, as of after everything read before this call."""
         mask = np.empty(len(slots), dtype=np.bool_)
@@ -109,10 +141,6 @@ class PoolReader:
     def checksums(self, slots: I32) -> U64:
         """uint64 [n, ranks]: xxh3-64 of each part. True of slots that are ``still`` the same afterwards."""
         return self._meta.checksums[as_slots(slots)]
-
-    def engine_hashes(self, slots: I32) -> U64:
-        """uint64 [n]: the engine's own hash of each block. True of slots that are ``still`` the same."""
-        return self._meta.engine_hashes[as_slots(slots)]
 
     def close(self) -> None:
         """Unmap the directory."""

@@ -159,7 +159,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 class Fetch(Message, frozen=True):
     """Scheduler to guard: a hint says these blocks are worth copying here, for this request.
 
-    Answered by FetchLease, again when a late source adds to it, and by FetchProgress until ``final``.
+    Answered by FetchLease, again when a late source adds to it, and by FetchProgress until ``final``; when
+    it is over at once, by a final FetchProgress alone.
     """
 
     epoch: int

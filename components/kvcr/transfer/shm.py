@@ -6,13 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcr.errors import LayoutMismatch, PoolCorrupt
-from kvcr.pool import DataRegion, PoolReader, copy_parts
+from kvcr.pool import DataRegion, Found, PoolReader, copy_parts
 from kvcr.protocol.engine import BlockStatus
 from kvcr.transfer.base import LocalRegions, Step, StepResult, failed, verified
 from kvcr.transfer.mover import MoverPool
@@ -20,15 +19,6 @@ from kvcr.transfer.mover import MoverPool
 OPTIMISTIC_BLOCKS = 8
 """Pulls of up to this many blocks read the peer's directory instead of asking for a lease: an evicted
 slot is not reused for 2 s, and the copy is checked against the checksum and the control word."""
-
-
-class Found(NamedTuple):
-    """A lookup in a peer's directory. ``slots`` is -1 where the peer does not have the block."""
-
-    slots: npt.NDArray[np.int32]
-    generations: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]
-    engine_hashes: npt.NDArray[np.uint64]
 
 
 class ShmTransport:
@@ -61,12 +51,7 @@ class ShmTransport:
 
     def lookup(self, keys: bytes) -> Found:
         """Find blocks without a message. Cheap; called by the authority thread."""
-        slots, generations = self._reader.lookup(keys)
-        # Of misses: of slot -1, the last one, and never looked at.
-        checksums, hashes = self._reader.checksums(slots), self._reader.engine_hashes(slots)
-        # Binds them to the key: they were read while the slot still held this generation.
-        slots[~self._reader.still(slots, generations)] = -1
-        return Found(slots, generations, checksums, hashes)
+        return self._reader.find(keys)
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
         """See :class:`kvcr.transfer.base.Transport`. A copy is never in flight after its result."""
@@ -82,6 +67,16 @@ class ShmTransport:
 
     def close(self) -> None:
         """The maps are dropped with the last step that uses them."""
+
+    def take(self, found: Found, local_slots: npt.NDArray[np.int32]) -> bool:
+        """Copy what :meth:`lookup` found on the calling thread; whether every block arrived and verified."""
+        part, sums = self._local.layout.part_bytes, found.checksums
+        for rank, (target, region) in enumerate(zip(self._local.arrays, self._regions, strict=True)):
+            got = copy_parts(region.rows, found.slots, target, local_slots, part)
+            if not np.array_equal(got, sums[:, rank]):
+                return False
+        # Verified against checksums that go with the key, whatever became of the source's slot since.
+        return True
 
     def copy(self, step: Step) -> StepResult:
         """Do a step on the calling thread. Any thread, without the GIL while bytes move."""
