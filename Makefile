@@ -5,6 +5,7 @@
 help:
 	@echo "make setup              the environment in .venv (minutes once, seconds again)"
 	@echo "make demo               one document, two workers: computed on one, pulled by the other"
+	@echo "make demo SCENE=agent   forks, pauses and a compaction of an agent: each signal, its plan, what moved"
 	@echo "make demo SCENE=failover  an engine killed while it answers, with KVCR and without (ten minutes)"
 	@echo "make test               lint, unit, integration, crash, e2e, wheel; STAGES='unit e2e' for some of them"
 	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"

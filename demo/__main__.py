@@ -2,7 +2,8 @@
 """``python -m demo``: start a graph of two workers, play a scene on it, explain what happened.
 
 ``share``: one prefix, computed by one worker, pulled by the other. ``failover``: an engine is killed while it
-answers, with KVCR and, on a second graph, without.
+answers, with KVCR and, on a second graph, without. ``agent``: fork, pause and compaction of an agent, and
+what the router makes of each.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from demo import failover_report
+from demo import agent_report, failover_report
 from demo import graph as graphs
 from demo.client import RequestFailed
 from demo.observe import CountersDisagree
 from demo.report import curl_line, show
+from demo.scenes.agent import agent
 from demo.scenes.failover import Scale, failover, on_and_off
 from demo.scenes.share import Shared, share, warm_up
 from demo.table import say, waiting
+from kvcr.harness import HarnessError
 
 
 def main() -> int:
@@ -35,9 +38,9 @@ def main() -> int:
             return _failover(arguments)
         if arguments.run_dir is not None:
             # The graph has seen the document as written: this one differs from its first words on.
-            return _scenes(graphs.load(arguments.run_dir), variant=int(time.time()))
+            return _scenes(graphs.load(arguments.run_dir), arguments.scene, variant=int(time.time()))
         return _with_own_graph(arguments)
-    except (graphs.GraphNotUp, RequestFailed, CountersDisagree, TimeoutError) as error:
+    except (graphs.GraphNotUp, RequestFailed, CountersDisagree, HarnessError, TimeoutError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -49,7 +52,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument(
         "--scene",
-        choices=("share", "failover"),
+        choices=("share", "failover", "agent"),
         default=os.environ.get("SCENE") or "share",
         help="what to show (also: make demo SCENE=failover)",
     )
@@ -76,7 +79,7 @@ def _with_own_graph(arguments: argparse.Namespace) -> int:
     keep = False
     try:
         graph = graphs.load(run_dir)
-        code = _scenes(graph)
+        code = _scenes(graph, arguments.scene)
         keep = arguments.keep
         if keep:
             _say_kept(graph)
@@ -100,10 +103,14 @@ def _failover(arguments: argparse.Namespace) -> int:
     return 0 if on["served_from_dead_pool"]["blocks"] and not on["requests"]["hung"] else 1
 
 
-def _scenes(graph: graphs.Graph, variant: int = 0) -> int:
+def _scenes(graph: graphs.Graph, scene: str, variant: int = 0) -> int:
     if len(graph.workers) != 2:
         raise graphs.GraphNotUp(f"the demo needs two workers, the graph has {len(graph.workers)}")
     warm_up(graph, waiting)
+    if scene == "agent":
+        decisions = agent(graph, say, waiting, variant)
+        agent_report.show(decisions)
+        return 0 if all(each.expected for each in decisions) else 1
     result = share(graph, waiting, variant)
     show(graph, result)
     return 0 if _succeeded(result) else 1

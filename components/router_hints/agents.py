@@ -25,6 +25,7 @@ from router_hints.http import SignalServer
 from router_hints.index import LocationIndex
 from router_hints.intake import Intake, Unavailable
 from router_hints.ledger import Ledger
+from router_hints.messages import message_markers
 from router_hints.metrics import Metrics
 from router_hints.news import ask_subject, news_subject
 from router_hints.placement import Placement
@@ -84,7 +85,13 @@ class Agents:
             metrics,
         )
         self.handler = SignalHandler(desk, audience=self.replicas)
-        self.visits = Visits(desk, self.handler, metrics, audience=self.replicas)
+        self.visits = Visits(
+            desk,
+            self.handler,
+            metrics,
+            audience=self.replicas,
+            markers=message_markers(settings.model_path),
+        )
         self._intake = Intake(self.handler, metrics, self.replicas.owner, self.replicas.others, self._ask)
         self._server = SignalServer(
             settings.signals_host, settings.signals_port, settings.signals_tokens, self._intake, metrics

@@ -17,6 +17,7 @@ from kvcr.keys import KeySpace
 from kvcr.protocol.signals import BadSignal, Kind, Signal, read_signal
 from router_hints import turns
 from router_hints.chains import Chain
+from router_hints.messages import message_starts
 from router_hints.metrics import Metrics
 from router_hints.placement import Placed
 from router_hints.reading import merged, turn_of
@@ -60,6 +61,8 @@ class Visits:
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     audience: Audience | None = None
+    markers: frozenset[int] = frozenset()
+    """Tokens that open a message."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _complained: str = ""
 
@@ -87,6 +90,7 @@ class Visits:
         if space is None:
             return Visit(turn, SessionView(home=session.home), None, signal, prompt.final)
         run = self.desk.sessions.begin(key, parent, space, prompt.tokens, now_s)
+        session.marks = message_starts(prompt.tokens, self.markers)
         final = prompt.final or (carried is not None and carried.kind in _END)
         return Visit(turn, self.handler.view(session, run.chain.keys), run, signal, final)
 

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +144,16 @@ class Live:
         slots: int = 384,
         tokens_per_s: float = 1000.0,
         bytes_per_s: float = 2e8,
+        lease_s: int = 20,
+        prepare: Callable[[Stack], None] = lambda _: None,
     ) -> None:
-        """``tokens_per_s`` and ``bytes_per_s`` are what computing and copying take, for the router too."""
+        """``prepare`` sees the stack when nothing but its servers runs. ``tokens_per_s`` and ``bytes_per_s``
+        are what computing and copying take, for the router too."""
         self.tokens_per_s = tokens_per_s
         self.slots = slots
         self.pools = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvcr-live-"))
-        self.stack = Stack(directory, write_model(directory / "tiny"))
+        self.stack = Stack(directory, write_model(directory / "tiny"), lease_s=lease_s)
+        prepare(self.stack)
         self.nodes: dict[str, Node] = {}
         self._busy_since_s = 0.0
         self._blocked: list[http.client.HTTPConnection] = []
@@ -164,7 +168,7 @@ class Live:
             self.stack.router(*prices, *router)
             self.stack.ready()
             self.kv: Harness = self.stack.harness()
-            until(self._joined, "the router knows every guard and its worker")
+            until(self.joined, "the router knows every guard and its worker")
         except BaseException:
             self.close()
             raise
@@ -278,7 +282,8 @@ class Live:
                     assert time.monotonic() < deadline, f"guard {name} does not register"
                     await asyncio.sleep(0.1)
 
-    def _joined(self) -> bool:
+    def joined(self) -> bool:
+        """Whether the router knows every guard, and the worker beside it."""
         metrics = self.stack.metrics()
         return (
             metrics.get('kvcr_router_workers{state="ready"}') == len(self.nodes)
