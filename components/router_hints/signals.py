@@ -63,6 +63,8 @@ WAIT_S = 2.0
 ACT_WITHIN_S = 30.0
 """A guard that reads an action later than this leaves it, unless the signal has a deadline."""
 KEPT_REPLIES = 20_000
+_FREE_TRIES = 20
+_FREE_EVERY_S = 0.5
 
 _AHEAD = frozenset({Kind.FORK, Kind.WAKE_UP, Kind.NEXT_TURN, Kind.ONE_OFF})
 _END = frozenset({Kind.SUB_AGENT_DONE, Kind.SESSION_END})
@@ -220,6 +222,27 @@ class SignalHandler:
         pieces = self.desk.sessions.own_blocks(session, session.chain.blocks if session.chain else 0)
         session.stale = []
         await self._let_go(session, pieces, plan_id, INVALIDATE)
+
+    async def free(self, placed: Placed, chain: Chain) -> None:
+        """Drop what a request's copy was to move at its sources, once the target has it.
+
+        For a plan that moves only a part: the hint on a request has one mode for all of its blocks, so it
+        asked for a copy. What the target never got stays where it is.
+        """
+        target = placed.target.name if placed.target is not None else ""
+        for run in placed.plan.sources:
+            keys = chain.cut(run.first, run.first + run.count)
+            for _ in range(_FREE_TRIES if run.frees else 0):
+                row = self.desk.index.lookup(keys).row(target)
+                if row is not None and row.all():
+                    payload = InvalidatePayload(plan_id=placed.plan.plan_id, keys=keys, descendants=False)
+                    await self.desk.actor.act(
+                        placed.plan.plan_id,
+                        [Order(run.guard, INVALIDATE, payload)],
+                        expires_in_s=ACT_WITHIN_S,
+                    )
+                    break
+                await asyncio.sleep(_FREE_EVERY_S)
 
     async def ended(self, session: Session) -> None:
         """The last request of a session is over."""
@@ -538,6 +561,11 @@ def prefetches(guard: str, made: Plan, chain: Chain, deadline_s: float) -> list[
     return orders
 
 
+def partly_moved(made: Plan) -> bool:
+    """Whether some of its blocks leave their source and others do not."""
+    return len({run.frees for run in made.sources}) == 2
+
+
 def explain(made: Plan, kind: str, guard: str) -> LastPlan:
     """A plan in a few words."""
     return LastPlan(
@@ -565,4 +593,4 @@ def _pin_id(turn_id: TurnId) -> str:
     return f"{turn_id.tenant}/{turn_id.signal_id}"
 
 
-__all__ = ["Desk", "SignalHandler", "explain", "prefetches"]
+__all__ = ["Desk", "SignalHandler", "explain", "partly_moved", "prefetches"]

@@ -23,7 +23,7 @@ from router_hints.placement import Placed
 from router_hints.reading import merged, turn_of
 from router_hints.requests import Prompt
 from router_hints.sessions import Run, Session, SessionKey
-from router_hints.signals import Audience, Desk, SignalHandler, explain
+from router_hints.signals import Audience, Desk, SignalHandler, explain, partly_moved
 from router_hints.turns import SessionView, Turn
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Visit:
     """Its session ends with it."""
     plans: list[str] = field(default_factory=list)
     """Plans whose copies are on their way."""
+    placed: Placed | None = None
+    """The last plan of it."""
 
     @property
     def chain(self) -> Chain | None:
@@ -99,6 +101,7 @@ class Visits:
         run, made = visit.run, placed.plan
         if run is None:
             return
+        visit.placed = placed
         session, guard = run.session, placed.target.name if placed.target is not None else ""
         session.rank = made.rank
         kind = visit.signal.kind.value if visit.signal is not None else "request"
@@ -133,6 +136,8 @@ class Visits:
         if run is None or run.closed:
             return
         self.desk.sessions.finish(run, self.clock())
+        if visit.placed is not None and partly_moved(visit.placed.plan):
+            self._in_background(self.handler.free(visit.placed, run.chain))
         if visit.turn.kind is turns.Kind.ONE_OFF:
             self.desk.sessions.forget(run.session.key)
         elif visit.final:

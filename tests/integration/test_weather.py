@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvcr.dynamo.etcd import connect
+from kvcr.dynamo.records import guards_prefix
 from kvcr.graph.infra import free_port, start_etcd, start_nats
 from tests.integration.live import Live
 from tests.integration.router_stack import Stack, until
@@ -132,8 +133,11 @@ def test_an_etcd_that_comes_back_empty_is_filled_again(live: Live) -> None:
 
     async def registered() -> set[str]:
         async with await connect(live.stack.etcd.url) as etcd:
-            found = (await etcd.get_prefix("")).values
-        keys = [entry.key for entry in found]
+            keys = [
+                entry.key
+                for prefix in (guards_prefix("dynamo"), "v1/instances/dynamo/router/")
+                for entry in (await etcd.get_prefix(prefix)).values
+            ]
         return {
             what
             for what, part in (("a", "/guards/a"), ("b", "/guards/b"), ("router", "/router/generate/"))
@@ -168,7 +172,11 @@ class Slow:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                near.close()
+                continue
             for source, target in ((near, far), (far, near)):
                 threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
 
@@ -216,9 +224,8 @@ def test_a_router_and_guards_wait_for_servers_that_come_late(tmp_path: Path) -> 
     stack.nats.kill()
     try:
         router = stack.router()
-        time.sleep(3.0)
+        until(lambda: "trying until it does" in router.log.read_text(), "the router waits", 60)
         assert router.process.poll() is None
-        assert "trying until it does" in router.log.read_text()
         stack.nats = start_nats(stack.directory / "nats", stack.directory / "nats.log", port=stack.nats.port)
         time.sleep(1.0)
         stack.etcd = start_etcd(stack.directory / "etcd", stack.directory / "etcd.log", port=stack.etcd.port)

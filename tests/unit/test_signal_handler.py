@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
@@ -178,6 +179,25 @@ async def test_a_wake_up_in_the_header_moves_with_the_request(router: Router) ->
     assert placed.plan.mode is Mode.MOVE
     assert placed.hint is not None
     assert placed.hint["actions"][0]["payload"]["mode"] == "move"
+
+
+async def test_a_request_that_moves_a_part_frees_it_once_the_target_has_it(router: Router) -> None:
+    """A hint has one mode for all of its blocks: those that another session shares must not leave."""
+    await used(router)
+    await used(router, "other", [*HISTORY[:1600], *tokens_of(800, 3)])
+    router.busy("g1")
+    _, placed = await router.turn("main", HISTORY, signal={"kind": "wake_up", "idle_s": 2400.0})
+    assert placed.plan.mode is Mode.MOVE
+    assert placed.hint is not None
+    assert placed.hint["actions"][0]["payload"]["mode"] == "copy"
+    await asyncio.sleep(0.05)
+    assert router.sent("kv.invalidate") == [], "the copy has not arrived"
+    router.world.store("g2", HISTORY)
+    await _background(router)
+    ((guard, payload),) = router.sent("kv.invalidate")
+    assert (guard, payload["descendants"]) == ("g1", False)
+    moved = World.keys(HISTORY)[100 * 16 : 249 * 16]
+    assert keys_in(payload) == moved
 
 
 async def test_a_long_silence_is_a_wake_up_without_any_signal(router: Router, world: World) -> None:
