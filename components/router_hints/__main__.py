@@ -81,8 +81,11 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"router_hints: {error}")
     prepare_environment()
-    if uvloop.run(serve(settings)):
-        return
+    try:
+        if uvloop.run(serve(settings)):
+            return
+    except ConfigError as error:
+        sys.exit(f"router_hints: {error}")
     # A runtime that lost its lease cannot be revived inside this process; nothing here is worth keeping,
     # the index comes back from the guards.
     log.warning("the Dynamo runtime ended by itself; starting over")

@@ -18,6 +18,7 @@ from kvcr.protocol.signals import signals_subject
 from router_hints.actions import Actor
 from router_hints.arrivals import Arrivals
 from router_hints.bus import Bus
+from router_hints.desk import Desk
 from router_hints.explain import PlanLog
 from router_hints.forward import ForwardPlan
 from router_hints.guards import GuardDirectory
@@ -32,7 +33,7 @@ from router_hints.placement import Placement
 from router_hints.replicas import Replicas
 from router_hints.sessions import SessionTable
 from router_hints.settings import RouterSettings
-from router_hints.signals import Desk, SignalHandler
+from router_hints.signals import SignalHandler
 from router_hints.visits import Visits
 
 log = logging.getLogger(__name__)

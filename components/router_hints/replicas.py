@@ -22,6 +22,7 @@ from kvcr.keys import KeySpace
 from kvcr.protocol.signals import LastPlan, Signal
 from router_hints.chains import Chain
 from router_hints.costs import Rank
+from router_hints.desk import Desk
 from router_hints.forward import Announced, State, TurnId, load_id
 from router_hints.ledger import Booking
 from router_hints.metrics import Metrics
@@ -40,7 +41,6 @@ from router_hints.news import (
     news,
 )
 from router_hints.sessions import Session, SessionKey
-from router_hints.signals import Desk
 
 log = logging.getLogger(__name__)
 

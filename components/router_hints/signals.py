@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcr.keys import KEY_BYTES, KeySpace
+from kvcr.keys import KeySpace
 from kvcr.protocol.events import (
     CANCEL,
     DEMOTE,
@@ -34,26 +34,21 @@ from kvcr.protocol.events import (
     UnpinPayload,
 )
 from kvcr.protocol.signals import (
-    AnnouncedTurn,
-    BlockPlace,
     Kind,
     LastPlan,
     SessionInfo,
     Signal,
     SignalReply,
 )
-from router_hints.actions import PENDING, Actor, Order
-from router_hints.arrivals import Arrivals
+from router_hints.actions import PENDING, Order
 from router_hints.chains import Chain
-from router_hints.explain import PlanLog
-from router_hints.forward import Announced, ForwardPlan, State, TurnId, load_id
-from router_hints.guards import GuardDirectory
-from router_hints.index import LocationIndex
-from router_hints.ledger import Ledger
-from router_hints.placement import Placed, Placement
+from router_hints.desk import Desk
+from router_hints.forward import Announced, State, TurnId, load_id
+from router_hints.placement import Placed
 from router_hints.plans import Mode, NoWorker, Plan, Reason
 from router_hints.reading import already_compacted, kept_tokens, turn_of
-from router_hints.sessions import Session, SessionKey, SessionTable
+from router_hints.sessions import Session, SessionKey
+from router_hints.shown import decision_of, describe, keys_of, last_plan
 from router_hints.turns import SessionView
 
 log = logging.getLogger(__name__)
@@ -68,31 +63,6 @@ _FREE_EVERY_S = 0.5
 
 _AHEAD = frozenset({Kind.FORK, Kind.WAKE_UP, Kind.NEXT_TURN, Kind.ONE_OFF})
 _END = frozenset({Kind.SUB_AGENT_DONE, Kind.SESSION_END})
-
-
-@dataclass(frozen=True)
-class Desk:
-    """Everything signals are read from and written into."""
-
-    sessions: SessionTable
-    forward: ForwardPlan
-    arrivals: Arrivals
-    guards: GuardDirectory
-    index: LocationIndex
-    ledger: Ledger
-    placement: Callable[[], Placement]
-    """what plans; there is none before the first worker is"""
-    actor: Actor
-    plans: PlanLog
-
-    def chain_of(self, turn: Announced) -> Chain | None:
-        """The blocks an announced turn will begin with: its session's, or for a new one its parent's."""
-        session = self.sessions.get(turn.key)
-        chain = session.chain if session is not None else None
-        if chain is None and turn.signal.parent:
-            parent = self.sessions.get(SessionKey(turn.key.tenant, turn.signal.parent))
-            chain = parent.chain if parent is not None else None
-        return chain
 
 
 class Audience(Protocol):
@@ -248,6 +218,14 @@ class SignalHandler:
         """The last request of a session is over."""
         await self._end(session, uuid.uuid4().hex)
 
+    def describe(self, tenant: str, name: str) -> SessionInfo | None:
+        """Where a session's blocks are, its last plan and the reason. None: unknown to this tenant."""
+        return describe(self.desk, tenant, name, self.clock())
+
+    def keys(self, tenant: str, name: str) -> list[str] | None:
+        """Keys of a session's blocks in order, hex. None: unknown to this tenant."""
+        return keys_of(self.desk, tenant, name)
+
     # --- by kind ---------------------------------------------------------------------------------
 
     async def _carry_out(self, turn_id: TurnId, answer: _Answer) -> None:
@@ -302,10 +280,10 @@ class SignalHandler:
             load_id(turn.id), made.rank, starts_at_s=turn.starts_s, prefill_tokens=made.prefill_tokens
         )
         answer.worker_id, answer.guard = made.rank[0], turn.guard
-        answer.decision, answer.reason = _decision(made), made.reason.value
+        answer.decision, answer.reason = decision_of(made), made.reason.value
         answer.blocks, answer.byte_count = sum(r.count for r in made.sources), made.moved_bytes
         if session is not None:
-            session.plan = explain(made, turn.signal.kind.value, turn.guard)
+            session.plan = last_plan(made, turn.signal.kind.value, turn.guard)
         if made.again_in_s is not None:
             turn.state, answer.result = State.SCHEDULED, "scheduled"
             turn.act_at_s = now_s + made.again_in_s
@@ -482,59 +460,6 @@ class SignalHandler:
             actions=list(batch.reports.values()) if batch is not None else [],
         )
 
-    # --- asking ----------------------------------------------------------------------------------
-
-    def describe(self, tenant: str, name: str) -> SessionInfo | None:
-        """Where a session's blocks are, its last plan and the reason. None: unknown to this tenant."""
-        session = self.desk.sessions.get(SessionKey(tenant, name))
-        if session is None:
-            return None
-        chain, now_s = session.chain, self.clock()
-        return SessionInfo(
-            session=name,
-            parent=session.parent,
-            home=session.home,
-            worker_id=session.rank[0] if session.rank else 0,
-            tokens=chain.tokens if chain is not None else 0,
-            blocks=chain.blocks if chain is not None else 0,
-            shared_blocks=self.desk.sessions.shared_blocks(session),
-            children=sorted(child.key.session for child in self.desk.sessions.children(session)),
-            turns=session.turns,
-            running=session.running,
-            idle_s=round(max(0.0, now_s - session.touched_s), 3),
-            places=self._places(chain) if chain is not None else [],
-            announced=[
-                AnnouncedTurn(
-                    signal_id=turn.signal.signal_id,
-                    kind=turn.signal.kind.value,
-                    starts_in_s=round(max(0.0, turn.starts_s - now_s), 3),
-                    worker_id=turn.rank[0] if turn.rank else 0,
-                    guard=turn.guard,
-                    state=turn.state.value,
-                    plan_id=turn.plan_id,
-                )
-                for turn in self.desk.forward.of(session.key)
-            ],
-            last_plan=session.plan,
-        )
-
-    def keys(self, tenant: str, name: str) -> list[str] | None:
-        """Keys of a session's blocks in order, hex. None: unknown to this tenant."""
-        session = self.desk.sessions.get(SessionKey(tenant, name))
-        if session is None:
-            return None
-        blob = bytes(session.chain.keys) if session.chain is not None else b""
-        return [blob[first : first + KEY_BYTES].hex() for first in range(0, len(blob), KEY_BYTES)]
-
-    def _places(self, chain: Chain) -> list[BlockPlace]:
-        view = self.desk.index.lookup(bytes(chain.keys))
-        places = []
-        for row, guard in enumerate(view.guards):
-            held = view.held[row]
-            lead = len(held) if held.all() else int(held.argmin())
-            places.append(BlockPlace(guard=guard, tier="G2", blocks=int(held.sum()), leading_blocks=lead))
-        return places
-
 
 def prefetches(guard: str, made: Plan, chain: Chain, deadline_s: float) -> list[Order]:
     """The copies of a plan that rides on no request, as actions for the guard of its target."""
@@ -566,31 +491,6 @@ def partly_moved(made: Plan) -> bool:
     return len({run.frees for run in made.sources}) == 2
 
 
-def explain(made: Plan, kind: str, guard: str) -> LastPlan:
-    """A plan in a few words."""
-    return LastPlan(
-        plan_id=made.plan_id,
-        signal=kind,
-        decision=_decision(made),
-        reason=made.reason.value,
-        worker_id=made.rank[0],
-        guard=guard,
-        blocks=sum(run.count for run in made.sources),
-        bytes=made.moved_bytes,
-        sources=sorted({run.guard for run in made.sources}),
-        expected_s=round(made.chosen.ttft_s, 6),
-    )
-
-
-def _decision(made: Plan) -> str:
-    if made.mode is Mode.PREFETCH and any(run.frees for run in made.sources):
-        return Mode.MOVE.value
-    return made.mode.value
-
-
 def _pin_id(turn_id: TurnId) -> str:
     # Tenants choose their signal ids: one must not unpin what another pinned.
     return f"{turn_id.tenant}/{turn_id.signal_id}"
-
-
-__all__ = ["Desk", "SignalHandler", "explain", "partly_moved", "prefetches"]

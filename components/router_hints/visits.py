@@ -17,13 +17,15 @@ from kvcr.keys import KeySpace
 from kvcr.protocol.signals import BadSignal, Kind, Signal, read_signal
 from router_hints import turns
 from router_hints.chains import Chain
+from router_hints.desk import Desk
 from router_hints.messages import message_starts
 from router_hints.metrics import Metrics
 from router_hints.placement import Placed
 from router_hints.reading import merged, turn_of
 from router_hints.requests import Prompt
 from router_hints.sessions import Run, Session, SessionKey
-from router_hints.signals import Audience, Desk, SignalHandler, explain, partly_moved
+from router_hints.shown import last_plan
+from router_hints.signals import Audience, SignalHandler, partly_moved
 from router_hints.turns import SessionView, Turn
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class Visits:
         session, guard = run.session, placed.target.name if placed.target is not None else ""
         session.rank = made.rank
         kind = visit.signal.kind.value if visit.signal is not None else "request"
-        session.plan = explain(made, kind, guard)
+        session.plan = last_plan(made, kind, guard)
         if guard:
             session.guards.add(guard)
             if not made.no_retain:

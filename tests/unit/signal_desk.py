@@ -15,6 +15,7 @@ from router_hints.actions import Actor
 from router_hints.arrivals import Arrivals
 from router_hints.cards import WorkerCard
 from router_hints.costs import CostModel, Settings
+from router_hints.desk import Desk
 from router_hints.explain import PlanLog
 from router_hints.forward import ForwardPlan
 from router_hints.guards import Guard, GuardDirectory
@@ -25,7 +26,7 @@ from router_hints.placement import Placed, Placement
 from router_hints.replicas import Replicas
 from router_hints.requests import Prompt, read_prompt
 from router_hints.sessions import SessionKey, SessionTable
-from router_hints.signals import Desk, SignalHandler
+from router_hints.signals import SignalHandler
 from router_hints.visits import Visit, Visits
 from router_hints.workers import WorkerTable
 
