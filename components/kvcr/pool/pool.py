@@ -13,7 +13,7 @@ from kvcr.errors import PoolCorrupt
 from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.policy import DefaultPolicy, Offer, Policy, Resident
-from kvcr.pool import native
+from kvcr.pool import chains, native
 from kvcr.pool.files import create_files, plan_geometry, remove_files
 from kvcr.pool.invariants import find_broken
 from kvcr.pool.locks import GUARD_LOCK, WRITERS, FileLock, make_dir, writers_of
@@ -518,22 +518,10 @@ class Pool:
         A block of ``keys`` need not be here itself for the ones right after it to be found. A chain with a
         block missing further on is followed up to there.
         """
-        meta, slots = self._meta, self._ready_slots()
         named = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
-        # Both halves of a hash: that they stem from two different keys has odds of 2**-60.
-        found = np.zeros(len(slots) + 1, dtype=np.bool_)
-        for rows in (meta.keys[slots], meta.parents[slots]):
-            found[:-1] |= np.isin(rows[:, 0], named[:, 0]) & np.isin(rows[:, 1], named[:, 1])
-        # The last entry stands for a parent that is not here: its own parent, and never found.
-        ancestors = np.append(self._parents_of(slots), -1).astype(np.intp)
-        # Round k reaches ancestors up to 2**k away; bounded, as damaged records may form a cycle.
-        for _ in range(len(slots).bit_length()):
-            if (ancestors == -1).all():
-                break
-            found |= found[ancestors]
-            ancestors = ancestors[ancestors]
-        chosen: I32 = slots[found[:-1]]
-        return chosen
+        ready = self._ready_slots()
+        here = self.lookup(keys).slots
+        return chains.after(self._meta, ready, here[here >= 0], named)
 
     def data(self, rank: int) -> DataRegion:
         """One rank's region, writable. Any thread."""
