@@ -6,13 +6,19 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
 
 # Optional: without a compiler the install goes on. kvcr.pool.native then uses numpy (x86-64 only),
-# router_hints.table and router_hints.ways use Python.
+# kvcr.keys, router_hints.table and router_hints.ways use Python.
 setup(
     ext_modules=[
         Extension(
             "kvcr._native",
             sources=["components/kvcr/_native.c", "components/kvcr/_xxh3.c"],
             depends=["components/kvcr/_xxh3.h"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
+        Extension(
+            "kvcr._chain",
+            sources=["components/kvcr/_chain.c"],
             extra_compile_args=FLAGS,
             optional=True,
         ),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, pack_keys
+from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_packed
 
 _DIGEST_BYTES = 16
 
@@ -113,7 +113,7 @@ class Chain:
 
     def _grow(self, tokens: np.ndarray) -> None:
         parent = self.parent_of(self.blocks)
-        self.keys += pack_keys(extend_chain(parent, tokens, self.block_size))
+        self.keys += extend_packed(parent, tokens, self.block_size)
 
     def _begins(self, tokens: np.ndarray) -> int:
         """Leading full blocks that ``tokens`` surely has in common with this chain."""

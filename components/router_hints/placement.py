@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcr.dynamo.orders import Orders, RouterMode
-from kvcr.keys import KEY_BYTES, KeySpace, extend_chain, pack_keys, unpack_keys
+from kvcr.keys import KEY_BYTES, KeySpace, extend_packed, unpack_keys
 from router_hints.cards import WorkerCard
 from router_hints.chains import Chain
 from router_hints.costs import CostModel, Rank
@@ -219,7 +219,7 @@ class Placement:
                 chains[space] = known.cut(0, blocks)
             elif space is not None:
                 tokens = np.asarray(prompt.tokens[: blocks * size], dtype=np.uint32)
-                chains[space] = pack_keys(extend_chain(space.root(), tokens, size))
+                chains[space] = extend_packed(space.root(), tokens, size)
         return chains
 
     def _look_up(self, chains: dict[KeySpace, bytes], blocks: int) -> IndexView:

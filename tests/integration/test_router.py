@@ -31,7 +31,7 @@ from kvcr.protocol.events import (
     stream_name,
 )
 from router_hints.inventory import SILENT_S
-from tests.integration.router_stack import BLOCK, Part, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, START_S, Part, Stack, Worker, until
 from tests.integration.tiny_tokenizer import write_model
 
 pytestmark = pytest.mark.timeout(240)
@@ -530,6 +530,8 @@ def test_a_router_that_starts_late_reads_snapshots(stack: Stack) -> None:
     stack.ready()
     until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the snapshot is indexed")
     assert other.tell()["asked"]["snapshot"] == 1
+    rebuilt = until(lambda: stack.metrics()["kvcr_router_index_rebuild_seconds"], "the index is rebuilt")
+    assert 0 < rebuilt < START_S
     assert stack.ask(prompt, nvext=_pin(worker))[0] == 200
     until(lambda: not worker.silent("request"), "w0 gets the request")
     # A guard that leaves takes its blocks with it.

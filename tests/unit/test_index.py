@@ -348,7 +348,7 @@ def test_lookup_gives_a_row_for_each_holder_in_chain_order() -> None:
 
 changes = st.tuples(
     st.sampled_from(["a", "b"]),
-    st.sampled_from(["deliver", "lose", "twice", "delay", "restart", "retire", "snapshot"]),
+    st.sampled_from(["deliver", "lose", "twice", "delay", "restart", "retire", "snapshot", "router"]),
     st.lists(st.integers(0, 30), max_size=5),
     st.lists(st.integers(0, 30), max_size=5),
 )
@@ -375,6 +375,12 @@ def test_after_any_loss_duplication_and_reordering_the_index_equals_the_guards(
             index.retire(name)
             index.admit(name, guard.incarnation)
             cursors.pop(name, None)
+        elif fate == "router":
+            # The router starts over, with events of before still under way.
+            index = LocationIndex()
+            for each in guards.values():
+                index.admit(each.name, each.incarnation)
+            cursors.clear()
         elif fate == "snapshot":
             # One chunk of a snapshot that goes on while events go on.
             if name not in cursors:

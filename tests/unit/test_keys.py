@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcr.keys import KEY_VERSION, KeySpace, extend_chain, model_identity, pack_keys, unpack_keys
+from kvcr import _chain
+from kvcr.keys import (
+    KEY_VERSION,
+    KeySpace,
+    extend_chain,
+    extend_in_python,
+    model_identity,
+    pack_keys,
+    unpack_keys,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_keys.json").read_text())
 VECTORS = {vector["name"]: vector for vector in GOLDEN["vectors"]}
@@ -79,3 +88,19 @@ def test_packing_is_undone_by_unpacking_and_ragged_blobs_are_refused() -> None:
 def test_new_weights_under_an_old_name_have_another_identity() -> None:
     names = {model_identity("m", "a"), model_identity("m", "b"), model_identity("m", "a", 1)}
     assert len(names) == 3
+
+
+@given(
+    st.binary(min_size=16, max_size=16),
+    st.lists(st.integers(0, 2**32 - 1), max_size=300),
+    st.integers(1, 130),
+)
+def test_the_native_chain_is_the_one_in_python(parent: bytes, tokens: list[int], block_size: int) -> None:
+    raw = np.array(tokens, dtype="<u4").tobytes()
+    native = _chain.extend(parent, raw, 4 * block_size, b"kvcr-block")
+    assert native == extend_in_python(parent, raw, 4 * block_size)
+
+
+def test_the_native_chain_refuses_what_is_no_parent() -> None:
+    with pytest.raises(ValueError, match="expected 16"):
+        _chain.extend(b"short", b"", 64, b"kvcr-block")
