@@ -20,15 +20,22 @@ from demo.table import size
 from kvcr.harness import Harness, SessionInfo, SignalReply, headers
 
 ANSWER_TOKENS = 16
-SHORT_WORDS = 350
-LOAD = 5
-"""Long prompts of others that queue on A."""
-TREND_S = 45.0
+TREND_S = 50.0
 """After so long a queue is no spike any more, and a session is worth moving away from it."""
 _KNOWN_S = 30.0
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 Messages = list[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long the contexts are, in words of the document; None for all of it."""
+
+    main_words: int | None = None
+    short_words: int = 350
+    others: int = 3
+    """Clients that send one long prompt after the other to A."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +55,16 @@ class Decision:
     """whether the plan is the one that the situation calls for"""
 
 
-def agent(graph: Graph, say: Callable[[str], None], waiting: Waiting, variant: int = 1) -> list[Decision]:
+def agent(
+    graph: Graph, say: Callable[[str], None], waiting: Waiting, variant: int = 1, scale: Scale | None = None
+) -> list[Decision]:
     """Play the run. Raises what :func:`demo.client.ask` and the harness client raise."""
-    run = _Run(graph, waiting, variant)
-    for name, words in (
-        ("main", None),
-        ("notes", SHORT_WORDS),
-        ("archive", SHORT_WORDS),
-        ("sleeper", SHORT_WORDS),
-    ):
+    scale = scale or Scale()
+    run = _Run(graph, waiting, variant, scale)
+    for name in ("main", "notes", "archive", "sleeper"):
         with waiting(f"worker A works on {name!r}, nothing to reuse"):
-            run.begin(name, words)
-    say(f"  worker A computed four contexts at {run.tokens_per_s:.0f} tokens/s; {LOAD} others queue")
+            run.begin(name, scale.main_words if name == "main" else scale.short_words)
+    say(f"  worker A computed four contexts, at {run.tokens_per_s:.0f} tokens/s; others keep it busy now")
     decisions = []
     with run.others_on_a():
         for step in (run.fork, run.next_turn, run.one_off, run.wake_up):
@@ -72,8 +77,9 @@ def agent(graph: Graph, say: Callable[[str], None], waiting: Waiting, variant: i
 
 
 class _Run:
-    def __init__(self, graph: Graph, waiting: Waiting, variant: int) -> None:
+    def __init__(self, graph: Graph, waiting: Waiting, variant: int, scale: Scale) -> None:
         self._graph = graph
+        self._scale = scale
         self._waiting = waiting
         self._variant = variant
         self._a, self._b = graph.workers
@@ -109,30 +115,37 @@ class _Run:
 
     @contextmanager
     def others_on_a(self) -> Iterator[None]:
-        """Long prompts queue on A while the block runs, and until they are done."""
+        """Others send long prompts to A while the block runs; it ends when the last one is answered."""
 
-        def load(variant: int) -> None:
+        def send(client: int) -> None:
+            number = 0
             try:
-                ask(
-                    self._graph.frontend_url,
-                    self._graph.model,
-                    prompt(variant),
-                    max_tokens=2,
-                    headers=self._graph.pin(self._a)["headers"],
-                )
+                while not over.is_set():
+                    number += 1
+                    ask(
+                        self._graph.frontend_url,
+                        self._graph.model,
+                        prompt(self._variant + 1000 * (client + 1) + number, words=self._scale.main_words),
+                        max_tokens=2,
+                        headers=self._graph.pin(self._a)["headers"],
+                    )
             except RequestFailed as error:
                 failures.append(error)
 
         failures: list[RequestFailed] = []
-        clients = [threading.Thread(target=load, args=(self._variant + 100 + n,)) for n in range(LOAD)]
+        over = threading.Event()
+        clients = [threading.Thread(target=send, args=(n,)) for n in range(self._scale.others)]
         for client in clients:
             client.start()
         self._loaded_s = time.monotonic()
-        time.sleep(1.0)
-        yield
-        with self._waiting("the prompts of others end"):
-            for client in clients:
-                client.join()
+        try:
+            time.sleep(1.0)
+            yield
+        finally:
+            over.set()
+            with self._waiting("the prompts of others end"):
+                for client in clients:
+                    client.join()
         if failures:
             raise failures[0]
 

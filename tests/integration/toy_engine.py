@@ -65,7 +65,8 @@ class ToyEngine:
             wrong = sum(bool((self._memory[row] != self._content(keys[row])).any()) for row in range(loaded))
             for row in range(loaded, count):
                 self._memory[row] = self._content(keys[row])
-            stored = self._kv.deposit(keys, range(count), root=root, wait_s=PATIENCE_S)
+            kept = 0 if _no_retain(hint) else count
+            stored = self._kv.deposit(keys[:kept], range(kept), root=root, wait_s=PATIENCE_S)
         return {
             "local": local,
             "fetched": loaded - local,
@@ -82,3 +83,7 @@ class ToyEngine:
     @staticmethod
     def _content(key: bytes) -> Any:
         return np.frombuffer((key * (PART_BYTES // len(key)))[:PART_BYTES], np.uint8)
+
+
+def _no_retain(hint: Any) -> bool:
+    return hint is not None and any(action["payload"].get("no_retain") for action in hint["actions"])
