@@ -452,7 +452,7 @@ class PeerLink:
                 done(None, reason)
                 return
             try:
-                slot = int(self._grant(reply, 1, time.monotonic()).slots[0])
+                slot = int(self._grant(reply, 1, time.monotonic(), spare=SPARE_ROWS).slots[0])
             except ProtocolError as error:
                 done(None, str(error))
                 return
@@ -529,7 +529,8 @@ class PeerLink:
         else:
             pending.done(reply, "")
 
-    def _grant(self, reply: Leased, count: int, asked_s: float) -> Grant:
+    def _grant(self, reply: Leased, count: int, asked_s: float, *, spare: int = 0) -> Grant:
+        """``spare``: rows behind the peer's slots that may be named too."""
         ranks = len(self._context.local.arrays)
         slots = i32(reply.slots).copy()
         generations, checksums = u64(reply.generations), u64(reply.checksums)
@@ -539,7 +540,7 @@ class PeerLink:
         hashes = u64(reply.engine_hashes) if reply.engine_hashes else np.zeros(count, np.uint64)
         if len(hashes) != count:
             raise ProtocolError(f"lease for {count} keys has {len(hashes)} engine hashes")
-        limit = self._welcome.slots + SPARE_ROWS if self._welcome else 0
+        limit = self._welcome.slots + spare if self._welcome else 0
         if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
             raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
         # On our clock, from when we asked: never later than the source counts. A read that begins must end.

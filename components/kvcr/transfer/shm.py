@@ -88,10 +88,10 @@ class ShmTransport:
         for rank, (target, region) in enumerate(zip(self._local.arrays, self._regions, strict=True)):
             found[:, rank] = copy_parts(region.rows, step.remote_slots, target, step.local_slots, part)
         result = verified(step, found, started_s, time.monotonic())
-        # Rows behind the slots are the canary's, which the directory does not know.
-        slots = step.remote_slots < self._reader.slots
-        gone = np.zeros(len(step), bool)
-        gone[slots] = ~self._reader.still(step.remote_slots[slots], step.remote_generations[slots])
+        if step.remote_slots[0] >= self._reader.slots:
+            # The canary's row, of which the directory knows nothing; no other is in such a step.
+            return result
+        gone = ~self._reader.still(step.remote_slots, step.remote_generations)
         if gone.any():
             # Evicted while we copied: whatever we have is not what was promised, and no corruption either.
             result.statuses[gone] = BlockStatus.GONE
