@@ -65,7 +65,7 @@ class Source:
 
 
 def pulls(block_bytes: int, reps: dict[str, int]) -> dict[str, dict[str, list[float]]]:
-    """Blocks of a peer, into the engine's memory and into the own pool; each after a memcpy of as many."""
+    """Blocks of a peer into the engine's memory, its shortest way; each after a memcpy of as many."""
     counts = {int(count): times for count, times in reps.items()}
     most = max(counts)
     source = Source(block_bytes, 4 * most)
@@ -99,32 +99,16 @@ def pulls(block_bytes: int, reps: dict[str, int]) -> dict[str, dict[str, list[fl
         require(succeeded(result) == count, "deliver")
         return took_s
 
-    def fetch(count: int) -> float:
-        nonlocal serial
-        serial += 1
-        wanted, request = numbers(count), f"f{serial}"
-        keys = [key(number) for number in wanted]
-        started_s = time.perf_counter()
-        node.kvcr.submit_hint(hint(source.endpoint, wanted), request)
-        result = node.wait(node.kvcr.fetch(keys, request))
-        took_s = time.perf_counter() - started_s
-        node.kvcr.discard_hint(request)
-        require(succeeded(result) == count, "fetch")
-        node.kvcr.release([entry.release_handle for entry in result.values()])
-        return took_s
-
     rows: dict[str, dict[str, list[float]]] = {}
     deliver(1)
-    # While its own pool is empty every deliver is remote; fetches fill that pool, so they come after.
+    # Its own pool stays empty, so that every deliver is remote.
     for count, times in counts.items():
-        row: dict[str, list[float]] = {"memcpy": [], "deliver": [], "fetch": []}
+        row: dict[str, list[float]] = {"memcpy": [], "pull": []}
         deliver(count)
         for _ in range(times):
             row["memcpy"].append(timed(lambda count=count: copied(count)))  # type: ignore[misc]
-            row["deliver"].append(deliver(count))
+            row["pull"].append(deliver(count))
         rows[str(count)] = row
-    for count, times in counts.items():
-        rows[str(count)]["fetch"] = [fetch(count) for _ in range(times)]
     source.close()
     return rows
 

@@ -50,7 +50,7 @@ one host."""
 
 ENGINE_BLOCKS = 64
 START_S = 60.0
-SETTLE_S = 0.5
+SETTLE_S = 1.0
 """For links, agents and page tables, which are made ahead."""
 PULL_S = 20.0
 SCRATCH_BYTES = 256 << 20

@@ -166,13 +166,11 @@ def _figures(samples: Samples) -> dict[str, Any]:
     def ratio(above: float | None, below: float | None) -> float | None:
         return round(above / below, 3) if above and below else None
 
-    # Its deliver ends in the engine's memory, its fetch in its pool; the faster one is compared.
-    theirs = [median("kvcr", what, "256 KiB", 1) for what in ("deliver", "fetch")]
     pull = median("shm", "pull", "256 KiB", 1)
     many = f"{CONCURRENT['requests']} pulls"
     full = next((key for key in samples if key[1] == "deposit, pool full"), ("", "", "", 0))[1:]
     return {
-        "pull_1x256k_kvcr_over_ours": ratio(min((t for t in theirs if t), default=None), pull),
+        "pull_1x256k_kvcr_over_ours": ratio(median("kvcr", "pull", "256 KiB", 1), pull),
         "pull_1x256k_over_proto": ratio(pull, median("proto", "pull", "256 KiB", 1)),
         "pull_32x1m_over_memcpy": {
             transport: _over_memcpy(samples, transport, "pull", "1 MiB", 32) for transport in ours.TRANSPORTS
@@ -223,7 +221,7 @@ def _rows(samples: Samples) -> list[dict[str, Any]]:
 
 def _order(item: tuple[tuple[str, str, str, int], list[float]]) -> tuple[Any, ...]:
     who, what, size, blocks = item[0]
-    kind = "pull" if what in ("deliver", "fetch", "memcpy") else what
+    kind = "pull" if what == "memcpy" else what
     return kind, SIZES.get(size, 0), blocks, who, what
 
 

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quick pulls between two real pools: whole, verified and told, or left alone without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvcr.guard.loop import Loop
+from kvcr.guard.meters import Meters
+from kvcr.guard.quick import TELL_S, QuickPulls
+from kvcr.policy import DefaultPolicy, Offer
+from kvcr.pool import SlotState
+from kvcr.protocol.engine import BlockStatus, Fetch, FetchProgress, Source, ToEngine
+from kvcr.transfer.base import LocalRegions
+from kvcr.transfer.mover import MoverPool
+from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
+from tests.unit.pools import ROOT, content, create, key, keys
+
+PART_BYTES = 4096
+
+
+class OddOnly(DefaultPolicy):
+    """Admits the blocks at odd positions."""
+
+    def admit(self, offer: Offer, now_s: float) -> npt.NDArray[np.bool_]:
+        return offer.positions % 2 == 1
+
+
+@dataclass(eq=False)
+class Link:
+    """Our side of a link to the source; remembers what it was told."""
+
+    transport: ShmTransport
+    bytes_per_s: float | None = None
+    released: list[Any] = field(default_factory=list)
+
+    def measured(self, *arguments: Any) -> None: ...
+
+    def release(self, message: Any) -> None:
+        self.released.append(message)
+
+
+class Pair:
+    """A pool with blocks 0 to 9, and one that pulls from it."""
+
+    def __init__(self, directory: Path, ranks: int = 1, **options: Any) -> None:
+        self.source = create(directory / "source", 32, ranks=ranks, part_bytes=PART_BYTES)
+        self.target = create(directory / "target", 32, ranks=ranks, part_bytes=PART_BYTES, **options)
+        granted = self.source.allocate(10, 0.0)
+        for slot, number in zip(granted.slots.tolist(), range(10), strict=True):
+            for rank in range(ranks):
+                self.source.part(rank, slot)[:] = content(key(number), PART_BYTES)
+        sums = np.stack([self.source.data(r).hash_parts(granted.slots) for r in range(ranks)], axis=1)
+        blob, positions = keys(*range(10)), np.arange(10, dtype=np.uint32)
+        hashes = np.arange(100, 110, dtype=np.uint64)
+        assert self.source.commit(*granted, blob, blob, hashes, positions, sums, 0.0).committed.all()
+        self.slots = granted.slots
+        local = LocalRegions(
+            self.target.layout,
+            [self.target.data(rank).rows for rank in range(ranks)],
+            [self.target.region(rank).address for rank in range(ranks)],
+        )
+        self.loop, self.meters = Loop(), Meters()
+        self.movers = MoverPool(1, self.loop.post)
+        transport = ShmTransport(directory / "source", self.source.incarnation, local, self.movers)
+        self.link = Link(transport)
+        self.context = SimpleNamespace(local=local)
+        self.quick = QuickPulls(cast(Any, SimpleNamespace(pool_changed=lambda: None)), self.loop, self.meters)
+        self.told: list[ToEngine] = []
+
+    def pull(self, *numbers: int, first: int = 0, others: set[bytes] | None = None, **more: Any) -> Any:
+        fetch = Fetch(
+            epoch=1,
+            request_id="r",
+            first=first,
+            parent=ROOT,
+            keys=keys(*numbers),
+            engine_hashes=bytes(8 * len(numbers)),
+            sources=more.pop("sources", [Source("tcp://a", 0, 100)]),
+            give_up_ms=more.pop("give_up_ms", 0.0),
+            deadline_ms=more.pop("deadline_ms", 1000.0),
+            **more,
+        )
+        hashes = np.zeros(len(numbers), np.uint64)
+        return self.quick.pull(
+            fetch,
+            hashes,
+            self.target,
+            cast(Any, self.context),
+            cast(Any, self.link),
+            others or set(),
+            self.told.append,
+        )
+
+    def counts(self) -> dict[SlotState, int]:
+        return self.target.counts()
+
+    def close(self) -> None:
+        self.movers.close(5.0)
+        self.loop.close()
+        self.target.close()
+        self.source.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, backend_name: str) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.close()
+
+
+def test_blocks_arrive_with_bytes_record_and_one_message(pair: Pair) -> None:
+    pulled = pair.pull(3, 4, 5, first=3)
+    assert pulled.statuses.tolist() == [BlockStatus.OK] * 3
+    found = pair.target.lookup(keys(3, 4, 5))
+    for slot, number in zip(found.slots.tolist(), (3, 4, 5), strict=True):
+        assert bytes(pair.target.part(0, slot)) == content(key(number), PART_BYTES)
+    record = pair.target.record(found.slots)
+    assert (record.keys, record.parents) == (keys(3, 4, 5), ROOT + keys(3, 4))
+    assert record.positions.tolist() == [3, 4, 5]
+    # The hint had no hashes of the engine: the source's are kept.
+    assert record.engine_hashes.tolist() == [103, 104, 105]
+    assert (pair.target.checksums(found.slots) == pair.source.checksums(pair.slots[3:6])).all()
+    (told,) = pair.told
+    assert isinstance(told, FetchProgress)
+    assert (told.final, list(told.statuses), told.pulled_blocks) == (True, [BlockStatus.OK] * 3, 3)
+    pair.target.check_invariants()
+
+
+def test_the_source_and_the_meters_hear_of_several_pulls_at_once(pair: Pair) -> None:
+    pair.pull(0, 1)
+    pair.pull(2)
+    assert not pair.link.released
+    pair.loop.run_once(50 * TELL_S)
+    (release,) = pair.link.released
+    assert (release.lease_id, release.block_count, release.byte_count) == (0, 3, 3 * PART_BYTES)
+    assert pair.meters.pulled_blocks.value(transport="shm") == 3
+    assert pair.meters.fetches.value(result="ok") == 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "more"),
+    [
+        pytest.param((1, 10), {}, id="a block the source has not"),
+        pytest.param((1, 2, 1), {}, id="the same block twice"),
+        pytest.param(tuple(range(OPTIMISTIC_BLOCKS + 1)), {}, id="too many blocks"),
+        pytest.param((1, 2), {"others": {key(2)}}, id="a block another pull is getting"),
+        pytest.param((1, 2), {"sources": [Source("tcp://a", 0, 1)]}, id="a block it is not said to have"),
+        pytest.param((1, 2), {"sources": []}, id="no source"),
+        pytest.param((1, 2), {"no_retain": True}, id="not to be kept"),
+        pytest.param((1, 2), {"move": True}, id="to be moved"),
+        pytest.param((1, 2), {"deadline_ms": 0.0}, id="too late"),
+        pytest.param((), {}, id="nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_out_of_the_ordinary_is_left_alone(
+    pair: Pair, numbers: tuple[int, ...], more: dict[str, Any]
+) -> None:
+    before = pair.counts()
+    assert pair.pull(*numbers, **more) is None
+    assert (pair.counts(), pair.told) == (before, [])
+
+
+def test_a_block_that_is_here_already_is_left_to_the_long_way(pair: Pair) -> None:
+    pair.pull(1)
+    assert pair.pull(1, 2) is None
+
+
+def test_a_pull_that_recomputing_would_beat_is_left_alone(pair: Pair) -> None:
+    pair.link.bytes_per_s = PART_BYTES
+    assert pair.pull(1, 2, give_up_ms=1999.0) is None
+    assert pair.pull(1, 2, give_up_ms=2001.0) is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bytes_that_do_not_verify_are_not_committed(tmp_path: Path, ranks: int) -> None:
+    pair = Pair(tmp_path, ranks=ranks)
+    pair.source.part(ranks - 1, int(pair.slots[2]))[100] ^= 1
+    assert pair.pull(1, 2) is None
+    assert pair.counts()[SlotState.GRANTED] == 0
+    assert (pair.target.lookup(keys(1, 2)).slots < 0).all()
+    assert not pair.told
+    assert pair.pull(1) is not None
+    pair.close()
+
+
+def test_without_room_nothing_is_taken(pair: Pair) -> None:
+    pair.target.allocate(31, 0.0)
+    assert pair.pull(1, 2) is None
+    assert pair.counts()[SlotState.GRANTED] == 31
+    assert pair.pull(1) is not None
+
+
+def test_what_the_policy_does_not_admit_is_said_to_have_failed(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, policy=OddOnly())
+    pulled = pair.pull(0, 1, 2)
+    assert pulled.statuses.tolist() == [BlockStatus.FAILED, BlockStatus.OK, BlockStatus.FAILED]
+    assert (pair.target.lookup(keys(0, 1, 2)).slots >= 0).tolist() == [False, True, False]
+    assert pair.counts()[SlotState.GRANTED] == 0
+    pair.target.check_invariants()
+    pair.close()
