@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from router_hints.chains import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def message_markers(model_path: str) -> frozenset[int]:
         return frozenset()
 
 
-def message_starts(tokens: Sequence[int], markers: frozenset[int]) -> tuple[int, ...]:
+def message_starts(tokens: Tokens, markers: frozenset[int]) -> tuple[int, ...]:
     """Token positions at which messages begin, that of an answer still to come included."""
     if not markers:
         return ()

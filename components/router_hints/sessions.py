@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvcr.keys import KEY_BYTES, KeySpace
 from kvcr.protocol.signals import LastPlan
-from router_hints.chains import Chain, common_blocks
+from router_hints.chains import Chain, Tokens, common_blocks
 from router_hints.costs import Rank
 
 MAX_STALE = 8
@@ -130,9 +130,7 @@ class SessionTable:
         self._bound(now_s, keep=key)
         return session
 
-    def begin(
-        self, key: SessionKey, parent: str, space: KeySpace, tokens: Sequence[int], now_s: float
-    ) -> Run:
+    def begin(self, key: SessionKey, parent: str, space: KeySpace, tokens: Tokens, now_s: float) -> Run:
         """A request of this session arrived: its prompt is the session's chain from now on."""
         session = self.open(key, parent, now_s)
         before = session.chain

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import nats
 import pytest
 
 from kvcr.harness import SignalRefused
 from kvcr.protocol.engine import BlockStatus
+from kvcr.protocol.signals import signals_subject
 from tests.integration.live import Live, engine_hashes, keys_of
 from tests.integration.router_stack import until
 from tests.integration.test_router import prompt_of
@@ -275,6 +280,30 @@ def test_a_tenant_cannot_touch_anothers_session(live: Live, prompt: str, main: s
     assert owner.session(main).blocks == BLOCKS  # type: ignore[union-attr]
     assert owner.compaction(main, keeps=0, wait_s=15.0).blocks == BLOCKS
     assert live.a.has(tokens, "one") == [False] * BLOCKS
+
+
+def test_over_nats_a_signal_is_answered_as_over_http(live: Live, prompt: str, main: str) -> None:
+    live.ran(main, prompt, "a", tenant="one")
+
+    async def send(body: dict[str, Any], tenant: str) -> dict[str, Any]:
+        client = await nats.connect(live.stack.nats.url)
+        try:
+            raw, header = json.dumps(body).encode(), {"x-tenant-id": tenant}
+            answer = await client.request(signals_subject("dynamo"), raw, timeout=20, headers=header)
+            found: dict[str, Any] = json.loads(answer.data)
+            return found
+        finally:
+            await client.close()
+
+    pin = {"kind": "pin", "session": main, "ttl_s": 5.0, "signal_id": f"pin of {main}"}
+    reply = asyncio.run(send(pin, "one"))
+    assert (reply["decision"], reply["guard"], reply["session"]) == ("pin", "a", main)
+    assert asyncio.run(send(pin, "two"))["result"] == "unknown_session"
+    bad = asyncio.run(send(pin | {"ttl_s": -1}, "one"))
+    assert bad["error"]["field"] == "ttl_s"
+    known = live.stack.harness(tenant="one").signal(pin["signal_id"])
+    assert known is not None
+    assert known.plan_id == reply["plan_id"]
 
 
 def test_sessions_come_with_the_headers_that_dynamo_maps(live: Live, prompt: str, main: str) -> None:
