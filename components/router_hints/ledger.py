@@ -287,9 +287,11 @@ class Ledger:
         if self._stepped_s is None:
             self._stepped_s = now_s
         seconds = now_s - self._stepped_s
-        if seconds < _STEP_S:
+        if 0 <= seconds < _STEP_S:
             return
         self._stepped_s = now_s
+        if seconds < 0:
+            return
         self._copied.step(seconds)
         self._booked.step(seconds)
         fast, slow = 1 - math.exp(-seconds / FAST_S), 1 - math.exp(-seconds / SLOW_S)
