@@ -284,7 +284,8 @@ class Ledger:
 
     def _step(self, now_s: float) -> None:
         """Bring the averages up to now. The queue is taken to have been since then what it is now."""
-        if self._stepped_s is None:
+        if self._stepped_s is None or now_s < self._stepped_s:
+            # The first time, or on another clock than before: nothing is known of what was between.
             self._stepped_s = now_s
         seconds = now_s - self._stepped_s
         if 0 <= seconds < _STEP_S:
