@@ -34,8 +34,6 @@ CHATS = (1, 2, 3)
 """Seeds of the chats at home on the worker that dies."""
 KNOWN = 4
 """A chat of that worker that nobody asks about while it is dead."""
-SLEEPER = 6
-"""Another one, with a session id."""
 OTHER = 5
 """A chat at home on the other worker."""
 SHORT = 24
@@ -108,7 +106,6 @@ def death(agg: Agg, prometheus: Prometheus | None) -> Death:
         seed: observe(graph, messages(seed), max_tokens=SHORT, worker=victim).answer
         for seed in (*CHATS, KNOWN)
     }
-    observe(graph, messages(SLEEPER), max_tokens=SHORT, worker=victim, session="sleeper")
     with ThreadPoolExecutor(len(CHATS) + 1) as pool:
         other = Stream(pool, graph, OTHER, survivor).under_way()
         # One after the other: the router would spread prompts that are still waiting.
@@ -246,13 +243,6 @@ def test_it_comes_back_and_computes_only_the_remainder_of_what_it_knew(
     assert back.guards[victim.guard].total("kvcr_loaded_blocks_total") == PROMPT_BLOCKS
     assert back.guards[victim.guard].total("kvcr_pulled_blocks_total") == 0
     assert back.guards[survivor.guard].total("kvcr_served_blocks_total") == 0
-
-
-def test_a_session_that_slept_meanwhile_goes_home_without_a_copy(agg: Agg, back: Return) -> None:
-    graph = graphs.load(agg.graph.run_dir)
-    seen = observe(graph, messages(SLEEPER), max_tokens=SHORT, session="sleeper")
-    assert seen.worker == graph.workers[0]
-    assert (seen.own_tokens, seen.pulled_blocks) == (PROMPT_BLOCKS * BLOCK_SIZE, 0)
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

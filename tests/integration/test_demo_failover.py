@@ -44,7 +44,10 @@ Common: {{model: {model}, block-size: {BLOCK}}}
 Etcd: {{}}
 Nats: {{}}
 Frontend: {{migration-limit: 3, ServiceArgs: {{restart: on-failure}}}}
-Router: {{common-configs: [model, block-size], prefill-tokens-per-s: 640, decode-s: 0.05}}
+Router: # a copy costs enough that noise in what was measured of the workers does not outweigh it
+  common-configs: [model, block-size]
+  prefill-tokens-per-s: 640
+  copy-latency-s: 0.2
 VllmWorker:
   common-configs: [model, block-size]
   ServiceArgs: {{workers: 2, restart: on-failure, env: {json.dumps({"PYTHONPATH": paths})}}}
