@@ -19,8 +19,8 @@ def after(meta: Meta, ready: I32, here: I32, named: U64) -> I32:
     """Slots among ``ready`` whose chain goes through one of the keys ``named`` (uint64 [n, 2]), or is one.
 
     ``here``: slots of those that are here themselves; the others too lead to the blocks right after them.
-    Looks at all parents once and sorts those that can matter: 27 ms of CPU time for 190,000 blocks in chains
-    of 1,000.
+    Looks at all parents once and sorts those that can matter: 25 ms of CPU time for 200,000 blocks in chains
+    of 1,000 (``python -m bench.actions``).
     """
     parents = meta.parents[ready, 0]
     found = np.isin(ready, here, kind="table")

@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+_BITS = 16
+_MASK = np.uint64((1 << _BITS) - 1)
+
 
 def drop(block_pool: Any, drops: Sequence[npt.NDArray[np.uint64]]) -> list[int]:
     """Drop the cached blocks of these hashes (uint64, as KV events have them), one array a drop.
 
     Returns how many blocks each of them had. Looks once at every block of G1, as vLLM finds blocks by their
-    full hash only: 0.2 us a block.
+    full hash only: 0.2 us a block (``python -m bench.actions``).
     """
     hashes = [block.block_hash for block in block_pool.blocks]
     first = next((each for each in hashes if each is not None), None)
@@ -33,7 +36,11 @@ def drop(block_pool: Any, drops: Sequence[npt.NDArray[np.uint64]]) -> list[int]:
     tails = np.ascontiguousarray(rows[cached, width - 8 : width]).view(">u8")[:, 0].astype(np.uint64)
     counts = []
     for wanted in drops:
-        found = cached[np.isin(tails, wanted)]
+        # A few bits sort out nearly all others: searching for each in full takes five times as long.
+        marked = np.zeros(1 << _BITS, np.bool_)
+        marked[wanted & _MASK] = True
+        hits = np.flatnonzero(marked[tails & _MASK])
+        found = cached[hits[np.isin(tails[hits], wanted)]]
         block_pool.evict_blocks(set(found.tolist()))
         counts.append(len(found))
     return counts
