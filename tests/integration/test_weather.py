@@ -100,11 +100,10 @@ def test_routing_goes_on_and_everything_reconciles(live: Live, outage: str) -> N
     while time.monotonic() < until_s:
         status, answer = live.stack.ask(f"{number} during the outage", timeout_s=20.0)
         assert status == 200, answer
-        assert {name: live.stack.indexed(name) for name in live.nodes} == known, "nothing alive is dropped"
+        assert all(live.stack.indexed(name) >= known[name] for name in live.nodes), "nothing alive is dropped"
         if not stored:
             # A pool that changes meanwhile is heard of afterwards.
             live.press("b", BLOCKS, "stored during the outage")
-            known = {"a": known["a"], "b": live.stack.indexed("b")}
             stored = True
         number += 1
         time.sleep(0.5)

@@ -177,16 +177,10 @@ class Router:
     def busy(self, guard: str, tokens: int = 40_000) -> None:
         """Its worker has had so many tokens queued for minutes: other routers' requests, as it reports."""
         rank = self.world.ranks[guard]
-        now = time.monotonic()
-        self.ledger.loads(now - 1000.0)
-        self.ledger.report(rank, prefill_tokens=tokens, blocks=10, now_s=now - 1.0)
-        self.ledger.loads(now - 1.0)
-
-    def spike(self, guard: str, tokens: int = 40_000) -> None:
-        """The same, since a moment ago."""
-        rank = self.world.ranks[guard]
-        self.ledger.loads(time.monotonic())
         self.ledger.book(f"load on {guard}", rank, prefill_tokens=tokens, blocks=10, copies={})
+        # The ledger takes the queue to have been since its last look what it is now.
+        self.ledger._stepped_s = time.monotonic() - 1000.0
+        self.ledger.loads(time.monotonic())
 
     # --- as guards ------------------------------------------------------------------------------------
 

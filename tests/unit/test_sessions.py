@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcr.keys import KeySpace, extend_chain, pack_keys
+from kvcr.keys import KeySpace, extend_chain, extend_packed, pack_keys
 from router_hints.chains import Chain, common_blocks
 from router_hints.sessions import MAX_STALE, SessionKey, SessionTable
 
@@ -62,13 +62,13 @@ def test_what_a_prompt_has_in_common_with_the_last_one_is_not_hashed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashed: list[int] = []
-    real = extend_chain
+    real = extend_packed
 
     def counting(parent, tokens, block_size):  # type: ignore[no-untyped-def]
         hashed.append(len(tokens) // block_size)
         return real(parent, tokens, block_size)
 
-    monkeypatch.setattr("router_hints.chains.extend_chain", counting)
+    monkeypatch.setattr("router_hints.chains.extend_packed", counting)
     tokens = list(range(100 * BLOCK))
     chain = Chain.of(SPACE, BLOCK, tokens)
     chain.append([7] * BLOCK)
