@@ -57,7 +57,7 @@ else
 fi
 
 # Sources in Python are used where they are; only metadata and the C extension need an install.
-packaged=$(digest pyproject.toml setup.py components/kvcr/_native.c components/kvcr/__init__.py)
+packaged=$(digest pyproject.toml setup.py components/*/_*.[ch] components/kvcr/__init__.py)
 if fresh .stamp-package "$packaged" && "$venv/bin/python" -c 'import kvcr' 2>/dev/null; then
     say "dynamo-kvcr: up to date"
 else

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router_hints import _native
 from router_hints.heat import Heat
 from router_hints.ledger import Ledger, Load
-from router_hints.ways import MAX_RUNS, walk_in_python
+from router_hints.ways import MAX_RUNS, _native, walk_in_python
+
+NOT_BUILT = pytest.mark.skipif(_native is None, reason="router_hints._native is not built")
 
 
+@NOT_BUILT
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5), st.integers(1, 120), st.floats(0, 1))
 def test_native_and_python_walks_agree(
@@ -55,6 +57,7 @@ def test_native_and_python_walks_agree(
     assert native[3] == pytest.approx(python[3])
 
 
+@NOT_BUILT
 def test_a_walk_whose_arrays_do_not_fit_is_refused() -> None:
     one = np.zeros((1, 1))
     small = np.zeros(1, np.int32)
