@@ -32,10 +32,14 @@ REPS = {1: 60, 8: 12, 32: 9, 64: 5}
 QUICK_REPS = {1: 25, 8: 4, 32: 4, 64: 1}
 """Blocks a pull -> pulls, in each round. One block is pulled three times as often where it is 256 KiB."""
 
+LOCAL_REPS = {1: 60, 8: 12, 32: 5, 64: 3}
+QUICK_LOCAL_REPS = {1: 25, 8: 4, 32: 1}
+"""Of deposits and loads."""
+
 ROUNDS = 3
 CONCURRENT = {"block_bytes": 256 * KIB, "requests": 64, "blocks": 8}
 FULL_POOL = {"block_bytes": 512, "slots": 100_000, "batch": 1000, "batches": 8}
-QUICK_FULL_POOL = {"block_bytes": 512, "slots": 20_000, "batch": 1000, "batches": 4}
+QUICK_FULL_POOL = {"block_bytes": 512, "slots": 10_000, "batch": 1000, "batches": 4}
 
 PEER_S = 300.0
 
@@ -123,6 +127,7 @@ def _measure_size(samples: Samples, peer: Peer, name: str, block_bytes: int, qui
     if name == "256 KiB":
         _extend(samples, ("proto", "pull", name, 1), proto.pulls(block_bytes, 1, reps[1]))
     say(f"{name}: deposit and load")
+    reps = QUICK_LOCAL_REPS if quick else LOCAL_REPS
     for count, row in peer.measure("local", block_bytes=block_bytes, reps=reps).items():
         _add(samples, "kvcr", row, name, int(count))
     for blocks, times in ours.local(block_bytes, reps).items():
@@ -131,7 +136,7 @@ def _measure_size(samples: Samples, peer: Peer, name: str, block_bytes: int, qui
 
 def _measure_rest(samples: Samples, peer: Peer, quick: bool) -> None:
     say("64 pulls at a time")
-    rounds = 3 if quick else 8
+    rounds = 2 if quick else 8
     many = f"{CONCURRENT['requests']} pulls"
     for who, times in (
         ("kvcr", peer.measure("concurrent", **CONCURRENT, rounds=rounds)),

@@ -189,9 +189,10 @@ class Kvcr:
                 else:
                     self._until(self._granted_or_lost, deadline_s)
             # Past the deadline too: the blocks are the caller's again only when they are copied.
-            self._until(lambda: not self._worker.any_saving, math.inf)
-            self._until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
+            self._worker.work_until(lambda: not self._worker.any_saving, math.inf)
+            self._worker.work_until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
         self._worker.take_saved_jobs()
+        self.poll()
         pending = np.flatnonzero(statuses == BlockStatus.PENDING)
         here = self._scheduler.lookup(pack_keys([keys[i] for i in pending.tolist()]))
         statuses[pending[here]] = BlockStatus.OK
