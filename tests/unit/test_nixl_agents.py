@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NIXL process's agents, on a NIXL that fails as it is told: what is made anew, and what is kept."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pools
+import pytest
+
+from kvcr.protocol.engine import BlockStatus
+from kvcr.transfer import nixl_agents
+from kvcr.transfer.nixl import NixlProcess, NixlTransport, _Flight
+from kvcr.transfer.nixl_agents import NixlAgents
+from kvcr.transfer.nixl_messages import (
+    Hold,
+    Landed,
+    Lost,
+    Peer,
+    Quiet,
+    Read,
+    Serve,
+    ServerLost,
+    Serving,
+    ToGuard,
+    to_guard,
+    to_process,
+)
+
+
+class nixlBackendError(Exception):
+    pass
+
+
+class nixlRemoteDisconnectError(Exception):
+    pass
+
+
+class FakeAgent:
+    """A nixl_agent; ``world.say`` is what the next looks at a transfer, or at notifications, bring."""
+
+    def __init__(self, name: str, world: FakeNixl) -> None:
+        self.name = name
+        self.world = world
+        world.made.append(name)
+
+    def create_backend(self, backend: str, params: dict[str, str]) -> None: ...
+    def register_memory(self, regions: Any, kind: str) -> None: ...
+
+    def prep_xfer_dlist(self, name: str, grid: Any, kind: str) -> Any:
+        return SimpleNamespace(release=lambda: None)
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.world.removed.append(name)
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata of " + self.name.encode()
+
+    def make_prepped_xfer(self, *_: Any) -> Any:
+        return SimpleNamespace(release=lambda: None)
+
+    def transfer(self, handle: Any) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        return self.world.next("PROC")
+
+    def get_new_notifs(self) -> None:
+        self.world.next("")
+
+
+class FakeNixl:
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.removed: list[str] = []
+        self.say: list[str | Exception] = []
+
+    def next(self, otherwise: str) -> str:
+        said = self.say.pop(0) if self.say else otherwise
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
+    world = FakeNixl()
+    monkeypatch.setattr(
+        nixl_agents, "_api", lambda: (lambda name, _: FakeAgent(name, world), lambda **_: None)
+    )
+    monkeypatch.setattr(nixl_agents, "_errors", lambda: (nixlBackendError, nixlRemoteDisconnectError))
+    monkeypatch.setattr(
+        nixl_agents,
+        "_failures",
+        lambda: (ImportError, RuntimeError, nixlBackendError, nixlRemoteDisconnectError),
+    )
+    return world
+
+
+class Guard:
+    """The other end of the socket."""
+
+    def __init__(self) -> None:
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(10)
+        agents = NixlAgents("test", "UCX", {}, pools.layout(), 16, [0x1000], theirs)
+        self.thread = threading.Thread(target=self._run, args=(agents, theirs))
+        self.thread.start()
+
+    @staticmethod
+    def _run(agents: NixlAgents, sock: socket.socket) -> None:
+        with sock:
+            agents.run()
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            self.sock.send(to_process.encode(message))
+
+    def receive(self) -> ToGuard:
+        return to_guard.decode(self.sock.recv(1 << 18))
+
+    def close(self) -> None:
+        self.sock.close()
+        self.thread.join(10)
+
+
+@pytest.fixture
+def guard(nixl: FakeNixl) -> Iterator[Guard]:
+    made = Guard()
+    yield made
+    made.close()
+
+
+def peer(number: int, *, own_agent: bool) -> Peer:
+    return Peer(number, f"peer-{number}", b"remote-%d" % number, (0x2000,), 16, own_agent, "")
+
+
+def read(number: int, peer_id: int, seconds: float = 30.0) -> Read:
+    slots = np.array([1, 2], "<i4").tobytes()
+    return Read(number, peer_id, slots, slots, time.monotonic() + seconds)
+
+
+def test_an_agent_that_breaks_is_destroyed_and_made_anew_for_the_next_read(
+    guard: Guard, nixl: FakeNixl
+) -> None:
+    nixl.say = [nixlBackendError("worker is broken")]
+    guard.send(peer(1, own_agent=False), read(1, 1))
+    lost = guard.receive()
+    assert isinstance(lost, Lost)
+    assert (lost.number, lost.status, lost.in_flight) == (1, BlockStatus.GONE, True)
+    assert guard.receive() == Quiet([1])
+    nixl.say = ["DONE"]
+    guard.send(read(2, 1))
+    landed = guard.receive()
+    assert isinstance(landed, Landed)
+    assert landed.number == 2
+    assert len(nixl.made) == 2
+
+
+def test_a_peer_that_goes_away_costs_the_shared_agent_nothing(guard: Guard, nixl: FakeNixl) -> None:
+    nixl.say = [nixlRemoteDisconnectError("gone")]
+    guard.send(peer(1, own_agent=False), peer(2, own_agent=False), read(1, 1))
+    lost = guard.receive()
+    assert isinstance(lost, Lost)
+    assert (lost.status, lost.in_flight) == (BlockStatus.GONE, False)
+    assert nixl.removed == ["remote-1"]
+    nixl.say = ["DONE"]
+    guard.send(read(2, 2))
+    assert isinstance(guard.receive(), Landed)
+    assert len(nixl.made) == 1
+
+
+def test_a_read_that_is_late_ends_its_own_agent_and_no_other(guard: Guard, nixl: FakeNixl) -> None:
+    guard.send(peer(1, own_agent=True), peer(2, own_agent=True), read(1, 1, seconds=0.3), read(2, 1))
+    lost = [guard.receive(), guard.receive()]
+    assert [(one.number, one.status) for one in lost if isinstance(one, Lost)] == [
+        (1, BlockStatus.TOO_SLOW),
+        (2, BlockStatus.GONE),
+    ]
+    assert all(isinstance(one, Lost) and one.in_flight for one in lost)
+    assert guard.receive() == Quiet([1, 2])
+    nixl.say = ["DONE"]
+    guard.send(read(3, 2))
+    assert isinstance(guard.receive(), Landed)
+    assert len(nixl.made) == 2
+
+
+def test_a_serving_agent_that_breaks_is_told_and_made_anew(guard: Guard, nixl: FakeNixl) -> None:
+    guard.send(Serve())
+    first = guard.receive()
+    assert isinstance(first, Serving)
+    nixl.say = [nixlBackendError("worker is broken")]
+    guard.send(Hold(1, time.monotonic() + 30))
+    assert isinstance(guard.receive(), ServerLost)
+    guard.send(Serve())
+    second = guard.receive()
+    assert isinstance(second, Serving)
+    assert second.metadata not in (b"", first.metadata)
+
+
+def test_peers_that_need_their_own_agent_are_refused_while_too_much_is_in_quarantine() -> None:
+    local: Any = SimpleNamespace(slots=80)
+    process = NixlProcess("x", None, 1, local, None, None, "UCX", {})  # type: ignore[arg-type]
+    tcp = NixlTransport.__new__(NixlTransport)
+    tcp.own_agent, tcp._process = True, process
+    shared = NixlTransport.__new__(NixlTransport)
+    shared.own_agent, shared._process = False, process
+    step: Any = np.zeros(5)
+    for number in range(2):
+        process._flights[number] = _Flight(tcp, step, print, print, 0.0, lost_s=0.0)
+    # Ten of eighty slots are the limit.
+    assert (process.quarantined, tcp.overloaded, process.status()["quarantine_limit"]) == (10, False, 10)
+    process._flights[2] = _Flight(tcp, step, print, print, 0.0, lost_s=0.0)
+    assert (process.quarantined, tcp.overloaded, shared.overloaded) == (15, True, False)
