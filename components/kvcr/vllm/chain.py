@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, pack_keys
+from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_packed
 
 UNBOUNDED = 1 << 62
 
@@ -38,7 +38,7 @@ class RequestChain:
         done = len(self)
         if full > done:
             tokens = self._request.all_token_ids[done * self._block_size : full * self._block_size]
-            self._blob += pack_keys(extend_chain(self.parent(done), tokens, self._block_size))
+            self._blob += extend_packed(self.parent(done), tokens, self._block_size)
         return len(self)
 
     def end(self) -> None:
