@@ -32,7 +32,7 @@ class RequestChain:
     def extend(self) -> int:
         """Compute the keys of blocks that filled since the last call; returns the number of blocks keyed.
 
-        Once a block in its life: about 1 us, a hash that needs the one before it.
+        Once a block in its life: a hash that needs the one before it.
         """
         full = min(len(self._request.block_hashes), self.keyed_blocks)
         done = len(self)
