@@ -93,7 +93,7 @@ class _Memory(HostBlockMemory):
             raise OSError("this device was told to fail")
         super().store(slots, slot_ids, block_ids, fence)
 
-    def load(self, slots: Any, slot_ids: Any, block_ids: Any) -> None:
+    def load(self, slots: Any, slot_ids: Any, block_ids: Any, fence: Any = None) -> None:
         if self.broken == "load":
             raise OSError("this device was told to fail")
         super().load(slots, slot_ids, block_ids)
