@@ -108,11 +108,10 @@ def death(agg: Agg, prometheus: Prometheus | None) -> Death:
     }
     with ThreadPoolExecutor(len(CHATS) + 1) as pool:
         other = Stream(pool, graph, OTHER, survivor).under_way()
-        # One after the other: the router would spread prompts that are still waiting.
+        # One after the other: the router would spread prompts that are still waiting. Not pinned, for then
+        # they would not be migrated; where each runs is the router's estimate, and some may be on the other.
         streams = {seed: Stream(pool, graph, seed).under_way() for seed in CHATS}
-        eventually(
-            lambda: working(victim) == len(CHATS), "the router sends a chat to the worker that knows it"
-        )
+        eventually(lambda: working(victim) > 0, "a chat runs on the worker that knows it")
         before = guard_pages(graph)
         kill_engine(graph, victim)
         eventually(
@@ -221,8 +220,8 @@ def test_they_go_on_elsewhere_with_kv_from_the_dead_workers_pool(agg: Agg, death
     victim, survivor = agg.graph.workers
     served = growth(death.before[victim.guard], death.after[victim.guard])
     pulled = growth(death.before[survivor.guard], death.after[survivor.guard])
-    # The prompts, and what was decoded of the answers as far as it was committed.
-    assert served.total("kvcr_served_blocks_total") >= len(CHATS) * PROMPT_BLOCKS
+    # The prompt of each stream that was there, and what was decoded as far as it was committed.
+    assert served.total("kvcr_served_blocks_total") >= PROMPT_BLOCKS
     assert served.total("kvcr_served_bytes_total") == pulled.total("kvcr_pulled_bytes_total") > 0
 
 
