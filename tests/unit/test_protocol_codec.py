@@ -43,6 +43,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in simple:
         return simple[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*(values(argument) for argument in arguments))
     if origin in (list, tuple):
         return st.lists(values(arguments[0]), max_size=3).map(origin)
     if arguments:

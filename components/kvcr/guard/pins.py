@@ -49,7 +49,8 @@ class Pins:
         pin = self._pins.setdefault(pin_id, _Pin(set(), until_s))
         pin.keys.update(_split(keys))
         pin.until_s = max(pin.until_s, until_s)
-        return pool.pin(b"".join(pin.keys), pin.until_s) if len(slots) else 0, ""
+        # All of it, also where nothing came: what it held before is prolonged too.
+        return pool.pin(b"".join(pin.keys), pin.until_s), ""
 
     def unpin(self, pool: Pool, pin_id: str, now_s: float) -> int | None:
         """End a pin; blocks that another one holds stay pinned as long as that does. None: no such pin."""
