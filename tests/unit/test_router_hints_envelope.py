@@ -297,9 +297,9 @@ def test_plans_can_be_asked_for_and_are_bounded() -> None:
     for number in range(3):
         log.record(replace(made(), plan_id=f"p{number}"), f"r{number}", 0, None)
     assert log.find(plan_id="p0") == []
-    (entry,) = log.find(request_id="r2")
     log.first_output("p2", 0.5)
     log.ended("p2", "ok")
+    (entry,) = log.find(request_id="r2")
     assert (entry["outcome"], entry["first_output_s"], entry["reason"]) == ("ok", 0.5, "cold")
     assert entry["candidates"][0]["total_s"] > 0
     assert [e["plan_id"] for e in log.find(last=1)] == ["p2"]
