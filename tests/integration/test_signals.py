@@ -118,22 +118,6 @@ def test_a_session_that_wakes_up_is_moved_and_its_source_freed_after_the_copy(
     assert node.name == "b"
 
 
-def test_a_wake_up_whose_source_dies_keeps_the_session_where_it_was(
-    live: Live, prompt: str, main: str
-) -> None:
-    tokens = live.ran(main, prompt, "a")
-    live.trending()
-    live.a.guard.process.send_signal(19)  # SIGSTOP: it answers nobody
-    try:
-        reply = live.kv.wake_up(main, idle_s=2400.0, deadline_s=3.0, wait_s=8.0)
-        assert reply.decision == "move"
-        assert reply.result in ("failed", "too_slow", "miss", "pending"), reply
-    finally:
-        live.a.guard.process.send_signal(18)
-    assert live.a.has(tokens) == [True] * BLOCKS, "a failure keeps the source"
-    assert live.kv.session(main).home == "a"  # type: ignore[union-attr]
-
-
 # --- no-retain ----------------------------------------------------------------------------------------------
 
 
@@ -142,7 +126,8 @@ def test_a_one_off_fetches_once_and_leaves_nothing(live: Live, prompt: str, main
     before = live.stack.indexed("b")
     assert live.kv.one_off(f"once, {main}", isl=400, osl=5).result == "noted"
     prompt = prompt + "w" * 40
-    node, hint = live.ask(f"once, {main}", prompt)
+    with live.busy("a"):
+        node, hint = live.ask(f"once, {main}", prompt)
     assert node.name == "b"
     assert hint is not None
     assert hint["actions"][0]["payload"]["no_retain"] is True
@@ -331,3 +316,22 @@ def test_bad_signals_fail_no_request_and_are_counted(live: Live, prompt: str, ma
     metrics = live.stack.metrics()
     assert metrics['kvcr_router_signals_refused_total{field="isl",input="header"}'] == 1
     assert metrics["kvcr_router_sessions"] >= 1
+
+
+# --- last: its source is not asked again for a while --------------------------------------------------------
+
+
+def test_a_wake_up_whose_source_dies_keeps_the_session_where_it_was(
+    live: Live, prompt: str, main: str
+) -> None:
+    tokens = live.ran(main, prompt, "a")
+    live.trending()
+    live.a.guard.process.send_signal(19)  # SIGSTOP: it answers nobody
+    try:
+        reply = live.kv.wake_up(main, idle_s=2400.0, deadline_s=3.0, wait_s=8.0)
+        assert reply.decision == "move"
+        assert reply.result in ("failed", "too_slow", "miss", "pending"), reply
+    finally:
+        live.a.guard.process.send_signal(18)
+    assert live.a.has(tokens) == [True] * BLOCKS, "a failure keeps the source"
+    assert live.kv.session(main).home == "a"  # type: ignore[union-attr]

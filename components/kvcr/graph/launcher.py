@@ -228,7 +228,8 @@ class Launcher:
             member.state = State.READY
             member.shared_memory = processes.shared_memory_of(self._sessions([child]))
             self._identify(member)
-            where = plan.control if plan.kind is Kind.GUARD else plan.urls.get("openai", plan.health_url)
+            shown = plan.urls.get("openai") or plan.urls.get("signals") or plan.health_url
+            where = plan.control if plan.kind is Kind.GUARD else shown
             again = f"  (restart {member.restarts})" if member.restarts else ""
             self._report(f"{plan.name:<12} ready  {_seconds(child.started_s):>8}  {where}{again}")
             self._save()
