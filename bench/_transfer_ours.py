@@ -337,11 +337,12 @@ def full_pool(block_bytes: int, slots: int, batch: int, batches: int) -> Times:
     Between them it waits, uncounted, until evicted slots have cooled: an engine does not wait for slots, it
     goes on without storing.
     """
-    keys = chain("full", slots + batch * (batches + 8))
+    keys = chain("full", slots + batch * batches)
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(directory())
         guard = stack.enter_context(contextlib.closing(Guard(path, "a", block_bytes, slots, "shm")))
-        engine = Engine(guard, block_bytes, standing_blocks=batch, blocks=batch)
+        # Topped up when half is used: a whole batch is always granted, sooner or later.
+        engine = Engine(guard, block_bytes, standing_blocks=2 * batch, blocks=batch)
         kv = stack.enter_context(contextlib.closing(engine.kv))
         took_s = []
         for start in range(0, len(keys) - batch + 1, batch):
