@@ -10,7 +10,7 @@ help:
 	@echo "make test               lint, unit, integration, crash, e2e, wheel; STAGES='unit e2e' for some of them"
 	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
 	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
-	@echo "make docs               regenerate what is generated (settings, deploy files, dashboards), check links"
+	@echo "make docs               regenerate what is generated (settings, reference, deploy files), build the site"
 	@echo "make clean              remove what builds and tests leave; .venv and downloaded models stay"
 
 setup:
@@ -34,10 +34,8 @@ bench: setup
 	@.venv/bin/python -m bench.$(NAME) $(if $(QUICK),--quick) $(ARGS)
 
 docs: setup
-	@.venv/bin/python scripts/gen_config_docs.py
-	@bash scripts/render.sh
 	@.venv/bin/python scripts/gen_signal_schema.py
-	@.venv/bin/python scripts/check_links.py
+	@bash scripts/docs.sh
 
 clean:
 	rm -rf build dist components/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
