@@ -21,7 +21,7 @@ wanted=$(sha256sum "$lock" | cut -d' ' -f1)
 if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$wanted" ]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$lock"
+    "$venv/bin/pip" install -qq --disable-pip-version-check --no-deps -r "$lock"
     printf '%s\n' "$wanted" >"$venv/.stamp"
 fi
 NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet

@@ -47,6 +47,7 @@ check "flag tables" flag_tables_sorted
 check "import directions" "$bin/python" -m pytest -q tests/unit/test_import_direction.py
 check "docs/configuration.md is current" "$bin/python" scripts/gen_config_docs.py --check
 check "docs/signals.schema.json is current" "$bin/python" scripts/gen_signal_schema.py --check
+check "docs/reference is current" "$bin/python" scripts/gen_reference.py --check
 check "links in documents" "$bin/python" scripts/check_links.py
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'lint: failed: %s\n' "$(printf '%s; ' "${failed[@]}")"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks, in stages: lint, unit, integration, crash, e2e, wheel. `scripts/test.sh unit e2e` runs only those.
+# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs, compose. `scripts/test.sh unit e2e` runs only those.
 # Every stage runs even when an earlier one failed; the exit code is 0 only when all passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel)
+[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs compose)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 summary=()
@@ -17,8 +17,10 @@ run_stage() {
     lint) bash scripts/lint.sh ;;
     unit | integration | crash | e2e) "$python" -m pytest "tests/$1" ;;
     wheel) bash scripts/wheel-test.sh ;;
+    docs) bash scripts/docs.sh --check ;;
+    compose) bash scripts/compose-test.sh ;;
     *)
-        echo "no stage $1; known: lint unit integration crash e2e wheel" >&2
+        echo "no stage $1; known: lint unit integration crash e2e wheel docs compose" >&2
         return 2
         ;;
     esac
