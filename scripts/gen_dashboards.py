@@ -52,9 +52,9 @@ def quantiles(histogram: str, *qs: float, by: str = "") -> tuple[tuple[str, str]
 
 
 TTFT = "dynamo_frontend_time_to_first_token_seconds"
-LOCAL = rate("kvcr_engine_local_blocks_total")
-FETCHED = rate("kvcr_engine_fetched_blocks_total")
-QUERIED = rate("kvcr_engine_queried_blocks_total")
+LOCAL = rate("vllm:kvcr_local_blocks_total")
+FETCHED = rate("vllm:kvcr_fetched_blocks_total")
+QUERIED = rate("vllm:kvcr_queried_blocks_total")
 
 TRANSFERS: dict[str, tuple[Panel, ...]] = {
     "Peer to peer (G2 to G2)": (

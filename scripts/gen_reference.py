@@ -56,7 +56,7 @@ def metrics_page() -> str:
         "|---|---|",
     ]
     for name, text in _engine_counters():
-        lines.append(f"| `kvcr_engine_{name}_total` | {text} |")
+        lines.append(f"| `vllm:kvcr_{name}_total` | {text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -142,6 +142,9 @@ class Histogram(Metric):
         self._bounds = tuple(buckets)
         self._counts: dict[Labels, list[int]] = {}
         self._sums: dict[Labels, float] = {}
+        if not labels:
+            # There from the first scrape on: an increase is only seen from a zero.
+            self._counts[()], self._sums[()] = [0] * (len(buckets) + 1), 0.0
 
     def observe(self, value: float, **labels: str) -> None:
         key = self._key(labels)

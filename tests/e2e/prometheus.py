@@ -74,6 +74,12 @@ class Prometheus:
             assert self._process.poll() is None, (folder / "prometheus.log").read_text()[-2000:]
             assert time.monotonic() < deadline_s, "Prometheus did not start"
             time.sleep(0.2)
+        # It looks for targets every 5 s; what happens before its first scrape is no increase.
+        targets = sum(len(found) for found in jobs.values())
+        while len(self.query_range("up == 1", SCRAPE_S)) < targets:
+            assert time.monotonic() < deadline_s, "Prometheus does not reach every target"
+            time.sleep(0.2)
+        time.sleep(SCRAPE_S)
 
     def close(self) -> None:
         self._process.terminate()

@@ -77,8 +77,9 @@ class Return:
 @pytest.fixture(scope="module")
 def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agg]:
     """Two workers and our router. The last test of this file stops it."""
-    # A request goes where its prompt is known, however busy that worker is.
-    with running(tmp_path_factory.mktemp("failover"), ["--Router.decode-s=0"]) as graph:
+    # A request goes where its prompt is known, however busy that worker is; elsewhere only if it must.
+    where_known = ["--Router.decode-s=0", "--Router.copy-latency-s=1"]
+    with running(tmp_path_factory.mktemp("failover"), where_known) as graph:
         yield graph
 
 
@@ -163,9 +164,11 @@ def kill_engine(graph: graphs.Graph, worker: graphs.Worker) -> None:
     """SIGKILL to the engine's processes; the process that forked them, dynamo.vllm, is left to find out."""
     engine = [p.pid for p in descendants(graph.pid) if p.session == worker.pid and p.pid != worker.pid]
     assert engine
-    for pid in engine:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    # Stopped first: one that saw another die would leave in good order.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in engine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def defined_metrics() -> set[str]:
     engine = (ROOT / "components/kvcr/vllm/stats.py").read_text()
     counters = re.findall(r'^    "([a-z_]+)":', engine, re.MULTILINE)
     text = "\n".join(path.read_text() for path in (ROOT / "components").rglob("*.py"))
-    return set(re.findall(r'"(kvcr_[a-z0-9_]+)"', text)) | {f"kvcr_engine_{name}_total" for name in counters}
+    return set(re.findall(r'"(kvcr_[a-z0-9_]+)"', text)) | {f"vllm:kvcr_{name}_total" for name in counters}
 
 
 def test_the_committed_dashboards_are_the_generated_ones() -> None:
@@ -68,7 +68,7 @@ def test_every_metric_that_is_asked_for_exists() -> None:
     known = defined_metrics()
     for where, expression in expressions():
         text = re.sub(r'"[^"]*"|by \([^)]*\)', "", expression)
-        for name in re.findall(r"\b(kvcr_[a-z0-9_]+|dynamo_[a-z0-9_]+)", text):
+        for name in re.findall(r"(?:vllm:)?\b(?:kvcr|dynamo)_[a-z0-9_]+", text):
             stems = {name, *(name.removesuffix(suffix) for suffix in SUFFIXES)}
             assert stems & known or UPSTREAM.match(name), f"{where} asks for {name}, which nobody exports"
 

@@ -202,5 +202,5 @@ def test_counters_appear_on_vllms_metrics_page_with_its_labels() -> None:
     )
     page.observe({"loaded_blocks": 3, "failed_blocks": {"GONE": 2}, "of_another_version": 1}, 0)
     lines = generate_latest().decode().splitlines()
-    assert 'kvcr_engine_loaded_blocks_total{engine="0",model_name="m"} 3.0' in lines
-    assert 'kvcr_engine_failed_blocks_total{engine="0",model_name="m",status="GONE"} 2.0' in lines
+    assert 'vllm:kvcr_loaded_blocks_total{engine="0",model_name="m"} 3.0' in lines
+    assert 'vllm:kvcr_failed_blocks_total{engine="0",model_name="m",status="GONE"} 2.0' in lines

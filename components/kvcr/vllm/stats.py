@@ -104,7 +104,10 @@ class KvcrStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvcrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``kvcr_engine_<counter>_total`` on vLLM's metrics page, with vLLM's labels."""
+    """``vllm:kvcr_<counter>_total`` on vLLM's metrics page, with vLLM's labels.
+
+    With vLLM's prefix, as a Dynamo worker serves no other metrics of its engine (1.6.1).
+    """
 
     def __init__(
         self,
@@ -116,11 +119,15 @@ class KvcrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[Counter]
         self._plain = {
-            name: counter(name=f"kvcr_engine_{name}", documentation=text, labelnames=labelnames)
+            name: counter(name=f"vllm:kvcr_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        for metric in self._plain.values():
+            for values in per_engine_labelvalues.values():
+                # There from the first scrape on: an increase is only seen from a zero.
+                metric.labels(*values)
         self._labelled = {
-            name: counter(name=f"kvcr_engine_{name}", documentation=text, labelnames=[*labelnames, label])
+            name: counter(name=f"vllm:kvcr_{name}", documentation=text, labelnames=[*labelnames, label])
             for name, (label, text) in _LABELLED.items()
         }
 
