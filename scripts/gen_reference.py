@@ -130,7 +130,9 @@ def api_page() -> str:
             for member, function in sorted(vars(thing).items()):
                 public = not member.startswith("_") and callable(getattr(thing, member))
                 if public and inspect.isfunction(_unwrap(function)) and (function.__doc__ or "").strip():
-                    signature = inspect.signature(_unwrap(function))
+                    signature = re.sub(
+                        r"<function .*? at 0x[0-9a-f]+>", "...", str(inspect.signature(_unwrap(function)))
+                    )
                     lines += ["", f"**`{member}{signature}`**", "", _clean(function.__doc__)]
     return "\n".join(lines) + "\n"
 
