@@ -211,6 +211,8 @@ class RemoteEngine:
         return found
 
     def __enter__(self) -> RemoteEngine:
+        # It answers once it is attached.
+        self.metrics()
         return self
 
     def __exit__(self, *_: object) -> None:
