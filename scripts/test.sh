@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs, compose. `scripts/test.sh unit e2e` runs only those.
+# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs; and compose, only when it is named. `scripts/test.sh unit e2e` runs only those.
 # Every stage runs even when an earlier one failed; the exit code is 0 only when all passed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs compose)
+[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 summary=()
