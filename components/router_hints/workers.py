@@ -14,10 +14,10 @@ from router_hints.cards import WorkerCard
 
 FIRST_DOWN_S = 1.0
 LONGEST_DOWN_S = 30.0
-DEAD_S = 120.0
-"""A worker that is proven dead is not tried at all. By then its lease is gone, and its id with it."""
 """A worker that cannot be reached is tried again after 1, 2, 4 ... 30 s; a restarted one has a new id
 and does not wait."""
+DEAD_S = 120.0
+"""A worker that is proven dead is not tried at all. By then its lease is gone, and its id with it."""
 
 
 @dataclass

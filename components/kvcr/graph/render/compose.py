@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph.config import Graph, Kind
-from kvcr.graph.plan import DEFAULT_POOL_BYTES, Plan, ProcessPlan, make_plan
-from kvcr.graph.render.site import CACHE, ContainerSite
+from kvcr.graph.plan import Plan, ProcessPlan, make_plan
+from kvcr.graph.render.site import CACHE, ContainerSite, pool_bytes, tmpfs_mib
 from kvcr.graph.site import ETCD_PORT
 
 Service = dict[str, Any]
@@ -29,8 +28,6 @@ RUN = "/run/kvcr"
 USER = 10001
 """of the image; pools belong to its group"""
 NETWORK = "kvcr"
-_POOL_OVERHEAD = 1.05
-"""Directory and index beside the blocks: 200 bytes for a block of 1.5 MB, more for smaller ones."""
 _ROLES = {Kind.GUARD: "guard", Kind.WORKER: "worker", Kind.ROUTER: "router", Kind.FRONTEND: "frontend"}
 _HEALTH_SECONDS = {Kind.GUARD: 60, Kind.WORKER: 900, Kind.ROUTER: 900, Kind.FRONTEND: 120}
 """A worker loads weights first, and the router is ready with the first worker."""
@@ -60,7 +57,11 @@ def render_compose(graphs: Mapping[str, Graph]) -> dict[str, Any]:
         "networks": {NETWORK: {}},
         **({"configs": configs} if (configs := _configs(plans.values())) else {}),
         "volumes": {
-            "pools": {"driver_opts": _tmpfs(max(_pool_bytes(graph) for graph in graphs.values()))},
+            "pools": {
+                "driver_opts": _tmpfs(
+                    max(graph.count(Kind.GUARD) * pool_bytes(graph) for graph in graphs.values())
+                )
+            },
             **{name: {} for name in ("run", "cache", "etcd", "nats", "prometheus", "grafana")},
         },
     }
@@ -294,13 +295,9 @@ def _probe(command: list[str]) -> dict[str, Any]:
     }
 
 
-def _pool_bytes(graph: Graph) -> int:
-    guard = graph.get(Kind.GUARD)
-    if guard is None:
-        return 0
-    return graph.count(Kind.GUARD) * parse_size(guard.params.get("pool-bytes", DEFAULT_POOL_BYTES))
-
-
-def _tmpfs(pool_bytes: int) -> dict[str, str]:
-    mib = int(pool_bytes * _POOL_OVERHEAD) // 2**20 + 64
-    return {"type": "tmpfs", "device": "tmpfs", "o": f"size={mib}m,mode=0770,uid={USER},gid={USER}"}
+def _tmpfs(size: int) -> dict[str, str]:
+    return {
+        "type": "tmpfs",
+        "device": "tmpfs",
+        "o": f"size={tmpfs_mib(size)}m,mode=0770,uid={USER},gid={USER}",
+    }

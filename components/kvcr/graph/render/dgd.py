@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvcr.config import parse_size
 from kvcr.graph.config import Component, Graph, Kind, ServiceArgs
-from kvcr.graph.plan import DEFAULT_POOL_BYTES, ProcessPlan, make_plan
+from kvcr.graph.plan import ProcessPlan, make_plan
 from kvcr.graph.render.compose import POOLS, RUN, USER
-from kvcr.graph.render.site import CACHE, ContainerSite
+from kvcr.graph.render.site import CACHE, ContainerSite, pool_bytes, tmpfs_mib
 
 API_VERSION = "nvidia.com/v1beta1"
 RUNTIME_VERSION = "1.6.1"
@@ -24,7 +23,6 @@ MODELS_CLAIM = "kvcr-models"
 """PersistentVolumeClaim mounted at ``/models``."""
 _PLATFORM = {Kind.ETCD: "http://dynamo-platform-etcd:2379", Kind.NATS: "nats://dynamo-platform-nats:4222"}
 """Services of Dynamo's Helm chart under its usual release name."""
-_POOL_OVERHEAD = 1.05
 
 
 class _PodSite(ContainerSite):
@@ -53,7 +51,7 @@ def render_dgd(graph: Graph, image: str) -> dict[str, Any]:
         volumes = []
         if Kind.GUARD in by_kind:
             containers.append(_container("guard", by_kind[Kind.GUARD], image))
-            size = _pool_mib(graph)
+            size = tmpfs_mib(pool_bytes(graph))
             volumes = [{"name": "pools", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Mi"}}]
             containers[1]["resources"] = {"requests": {"memory": f"{size + 512}Mi"}}
         components.append(_component("VllmWorker", replicas, containers, "worker", volumes))
@@ -156,10 +154,3 @@ def _field(name: str, path: str) -> dict[str, Any]:
 def _gpus(graph: Graph) -> int:
     worker = graph.get(Kind.WORKER)
     return worker.service.resources.get("gpu", 0) if worker else 0
-
-
-def _pool_mib(graph: Graph) -> int:
-    guard = graph.get(Kind.GUARD)
-    assert guard is not None
-    size = parse_size(guard.params.get("pool-bytes", DEFAULT_POOL_BYTES))
-    return int(size * _POOL_OVERHEAD) // 2**20 + 64

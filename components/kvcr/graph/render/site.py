@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph import models
+from kvcr.graph.config import Graph, Kind
+from kvcr.graph.plan import DEFAULT_POOL_BYTES
 from kvcr.graph.site import Site
 
 ANY = "0.0.0.0"
@@ -14,6 +17,20 @@ CACHE = PurePosixPath("/cache")
 """``KVCR_CACHE`` in the image: prepared models."""
 
 TOPOLOGY = PurePosixPath("/etc/dynamo/topology")
+
+_TMPFS_OVERHEAD = 1.05
+"""Directory and index beside the blocks: 200 bytes for a block of 1.5 MB, more for smaller ones."""
+
+
+def pool_bytes(graph: Graph) -> int:
+    """Size of each guard's pool; 0 without guards. Raises ConfigError."""
+    guard = graph.get(Kind.GUARD)
+    return 0 if guard is None else parse_size(guard.params.get("pool-bytes", DEFAULT_POOL_BYTES))
+
+
+def tmpfs_mib(size: int) -> int:
+    """MiB of a tmpfs that holds pools of ``size`` bytes, all together."""
+    return int(size * _TMPFS_OVERHEAD) // 2**20 + 64
 
 
 class ContainerSite(Site):
