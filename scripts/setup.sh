@@ -46,13 +46,13 @@ if fresh .stamp-lock "$locked"; then
     say "packages: up to date"
 else
     say "packages: installing $(grep -c == "$lock") from $lock (2.6 GB; a few minutes the first time)"
-    index=()
     torch=$(grep '^torch==' "$lock")
-    if ! "$venv/bin/pip" install --quiet --no-deps --dry-run "$torch" >/dev/null 2>&1; then
-        say "packages: $torch is not on the configured index, adding $torch_index"
-        index=(--extra-index-url "$torch_index")
+    # PyPI has no CPU build. By itself: nothing else should be looked for, and found, on a second index.
+    if ! "$venv/bin/pip" install --quiet --no-deps "$torch" 2>/dev/null; then
+        say "packages: $torch comes from $torch_index"
+        "$venv/bin/pip" install --no-deps --index-url "$torch_index" "$torch"
     fi
-    "$venv/bin/pip" install --no-deps "${index[@]}" -r "$lock"
+    "$venv/bin/pip" install --no-deps -r "$lock"
     printf '%s\n' "$locked" >"$venv/.stamp-lock"
 fi
 

@@ -24,6 +24,7 @@ from router_hints.dispatch import Books, Context, Dispatcher
 from router_hints.explain import PlanLog
 from router_hints.failover import Failovers
 from router_hints.guards import Guard, GuardDirectory
+from router_hints.heat import HotPrefix
 from router_hints.index import LocationIndex
 from router_hints.inventory import InventoryClient
 from router_hints.ledger import Ledger
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _WAIT_S = 0.2
+HOT_PREFIXES = 10
+"""Shown in the metrics, by rank, so that their labels stay few."""
 _GUARD_STATES = ("EMPTY", "STANDBY", "CHECKING", "ACTIVE")
 
 
@@ -241,7 +244,23 @@ class RouterComponent:
                 "down": self._workers.is_down(worker_id, now_s) or self._workers.is_dead(worker_id),
                 "draining": worker_id in self._orders.draining,
             }
-        yield {"router": self._name, "mode": self._orders.mode.value, "workers": workers}
+        hot = [
+            {
+                "key": prefix.key.hex(),
+                "blocks": prefix.blocks,
+                "per_s": round(prefix.per_s, 3),
+                "guards": guards,
+            }
+            for prefix, guards in self._hot_prefixes()
+        ]
+        yield {"router": self._name, "mode": self._orders.mode.value, "workers": workers, "hot": hot}
+
+    def _hot_prefixes(self) -> list[tuple[HotPrefix, tuple[str, ...]]]:
+        """The hottest, and the guards that hold each to its end. From any thread."""
+        if self._placement is None:
+            return []
+        hot = self._placement.heat.hottest(HOT_PREFIXES, time.monotonic())
+        return [(prefix, self._index.lookup(prefix.key).guards) for prefix in hot]
 
     # --- what changes around us --------------------------------------------------------------------
 
@@ -342,6 +361,7 @@ class RouterComponent:
         dead = {worker_id for worker_id in alive if self._workers.is_dead(worker_id)}
         metrics.workers.labels("dead").set(len(dead))
         metrics.workers.labels("refused").set(len(alive - routable - dead))
+        metrics.show_hot((prefix, len(guards)) for prefix, guards in self._hot_prefixes())
         metrics.unguarded_ranks.set(
             sum(
                 self._guards.beside(card, rank) is None

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from router_hints.heat import HotPrefix
 
 _PLAN_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 _OUTPUT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -114,6 +117,27 @@ class Metrics:
             ["state"],
             registry=registry,
         )
+        self.hot_requests = Gauge(
+            "kvcr_router_hot_prefix_requests_per_second",
+            "Requests that begin with a hot prefix, 1 being the hottest",
+            ["rank"],
+            registry=registry,
+        )
+        self.hot_blocks = Gauge(
+            "kvcr_router_hot_prefix_blocks",
+            "Its length, to within a factor of two",
+            ["rank"],
+            registry=registry,
+        )
+        self.hot_guards = Gauge(
+            "kvcr_router_hot_prefix_guards", "Guards that hold its last block", ["rank"], registry=registry
+        )
+        self.hot_key = Gauge(
+            "kvcr_router_hot_prefix_key",
+            "First 6 bytes of the key of its last block, as a number: shown in hex it is what kvcr top shows",
+            ["rank"],
+            registry=registry,
+        )
         self.locations = Counter(
             "kvcr_router_location_events_total",
             "Block-location events published",
@@ -166,6 +190,16 @@ class Metrics:
         self.bus_dropped = Counter(
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
         )
+
+    def show_hot(self, prefixes: Iterable[tuple[HotPrefix, int]]) -> None:
+        """The hottest prefixes in order, each with the number of guards that hold it."""
+        gauges = (self.hot_requests, self.hot_blocks, self.hot_guards, self.hot_key)
+        for gauge in gauges:
+            gauge.clear()
+        for rank, (prefix, guards) in enumerate(prefixes, 1):
+            key = int.from_bytes(prefix.key[:6])
+            for gauge, value in zip(gauges, (prefix.per_s, prefix.blocks, guards, key), strict=True):
+                gauge.labels(f"{rank:02}").set(value)
 
     def render(self) -> str:
         """All of them as Prometheus text."""

@@ -51,7 +51,7 @@ class Placed:
 
 
 class Placement:
-    """One event loop. Reads the shared state, changes none of it."""
+    """One event loop. Reads the shared state, changes none of it but :attr:`heat`."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class Placement:
         self._router = router
         self._replicas = replicas
         self._orders = orders or Orders()
-        self._heat = Heat()
+        self.heat = Heat()
+        """How often each prefix of the requests so far is asked for."""
 
     async def place(
         self,
@@ -107,7 +108,7 @@ class Placement:
         candidates = self._candidates(g1_blocks, without)
         chains = self._chains(prompt, view.reusable_blocks, chain)
         first_space = next(iter(chains.values()), b"")
-        rates = self._heat.seen(first_space, time.monotonic())
+        rates = self.heat.seen(first_space, time.monotonic())
         view = replace(view, router=self._router, rates_per_s=rates, turn=turn, session=session)
         inputs, made = self._plan(view, candidates, chains, prompt.keyed)
         target = next(guard for worker, guard in candidates if worker.rank == made.rank)

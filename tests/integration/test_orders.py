@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvcr drain`` and ``kvcr mode``: a live router obeys, and the command says what came of it."""
+"""``kvcr drain`` and ``kvcr mode``: a live router obeys, and the command says what came of it.
+
+And ``kvcr top --hot``: what it knows of its requests.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +130,21 @@ def test_a_drained_worker_gets_nothing_new_and_its_requests_go_on(scene: Scene) 
     assert hint["actions"][0]["payload"]["sources"][0]["guard"] == "g0", "its pool is still read"
     scene.kvcr("drain", f"{holder.worker_id:x}", "--undo")
     assert scene.asked(holder)
+
+
+def test_the_prefix_that_many_ask_for_is_the_hottest(scene: Scene) -> None:
+    prompt = scene.held()
+    for number in range(12):
+        assert scene.stack.ask(prompt + f" {number}")[0] == 200
+    hottest = scene.kvcr("top", "--hot", "--count", "1")["hot"][0]
+    assert hottest["blocks"] == 16, "the longest of 1, 2, 4, ... blocks that all of them share"
+    assert "g0" in hottest["guards"]
+    assert hottest["per_s"] > 0
+    metrics = scene.stack.metrics()
+    assert metrics['kvcr_router_hot_prefix_blocks{rank="01"}'] == 16
+    assert metrics['kvcr_router_hot_prefix_guards{rank="01"}'] == len(hottest["guards"])
+    shown = int(metrics['kvcr_router_hot_prefix_key{rank="01"}'])
+    assert f"{shown:012x}" == hottest["key"][:12]
 
 
 def test_an_unknown_worker_is_refused_with_the_known_ones(scene: Scene) -> None:

@@ -99,6 +99,22 @@ def test_heat_is_known_by_depth_and_fades() -> None:
     assert len(small) == 10
 
 
+def test_the_hottest_prefixes_are_the_longest_that_many_share() -> None:
+    heat = Heat()
+    for step in range(40):
+        # Eight blocks that all of these share, and then a question of each one's own; some ask for another.
+        heat.seen(keys(*range(1, 9), *range(1000 * step, 1000 * step + 8)), step * 0.1)
+        if step % 4 == 0:
+            heat.seen(keys(*range(11, 15)), step * 0.1)
+    first, second, *others = heat.hottest(20, 4.0)
+    assert (first.blocks, first.key) == (8, keys(8))
+    assert (second.blocks, second.key) == (4, keys(14))
+    assert first.per_s == pytest.approx(4 * second.per_s, rel=0.1)
+    assert all(other.blocks == 16 and other.per_s < second.per_s for other in others)
+    assert heat.hottest(1, 4.0) == [first]
+    assert heat.hottest(20, 4.0 + 200) == []
+
+
 def test_a_spike_raises_the_fast_average_and_not_the_slow_one() -> None:
     ledger = Ledger()
     ledger.loads(0.0)

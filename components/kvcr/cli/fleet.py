@@ -45,6 +45,7 @@ def add_parsers(commands: Any) -> None:
     deployment.add_options(top)
     top.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds (%(default)s)")
     top.add_argument("--count", type=int, default=0, metavar="N", help="stop after N tables; 0: never")
+    top.add_argument("--hot", action="store_true", help="the prefixes asked for most, instead of the guards")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -193,6 +194,8 @@ def _leading(held: Sequence[int | None]) -> int:
 async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
     if arguments.every < 0.2:
         raise ConfigError(f"--every is {arguments.every:g}; the shortest is 0.2 s")
+    if arguments.hot:
+        return await _top_hot(fleet, arguments)
     before: dict[str, dict[str, float]] = {}
     last_s = time.monotonic()
     shown = 0
@@ -225,6 +228,29 @@ async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
         await asyncio.sleep(arguments.every)
 
 
+async def _top_hot(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    shown = 0
+    while not arguments.count or shown < arguments.count:
+        if shown:
+            await asyncio.sleep(arguments.every)
+        shown += 1
+        routers = await fleet.routers()
+        if not routers:
+            raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
+        # Each replica has its own requests.
+        hot = [{"router": router["router"], **prefix} for router in routers for prefix in router["hot"]]
+        hot.sort(key=lambda prefix: -prefix["per_s"])
+        if arguments.json:
+            _print_json({"hot": hot})
+            continue
+        rows = [[p["key"], p["blocks"], f"{p['per_s']:.2f}", ", ".join(p["guards"]) or "-"] for p in hot]
+        _clear_screen()
+        print(
+            table(("KEY OF ITS LAST BLOCK", "BLOCKS", "REQUESTS/S", "HELD BY"), rows, right="12"), flush=True
+        )
+    return EXIT_OK
+
+
 _TOP = {
     "pulled": "kvcr_pulled_bytes_total",
     "served": "kvcr_served_bytes_total",
@@ -249,10 +275,14 @@ def _show_top(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         for row in rows
     ]
     header = ("GUARD", "STATE", "BLOCKS", "PULLED", "SERVED", "STORED", "LOADED", "EVICTED")
+    _clear_screen()
+    print(table(header, cells, right="234567"), flush=True)
+
+
+def _clear_screen() -> None:
     if sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
     print(time.strftime("%H:%M:%S"))
-    print(table(header, cells, right="234567"), flush=True)
 
 
 def _counters(url: str) -> dict[str, float]:
