@@ -10,16 +10,42 @@ from pathlib import Path
 from typing import Any
 
 from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders.common import StackingConfig
 from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, Row
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import units
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, ValueMap, ValueMappingResult
+from grafana_foundation_sdk.models.common import StackingMode
+from grafana_foundation_sdk.models.dashboard import (
+    DataSourceRef,
+    DataTransformerConfig,
+    DynamicConfigValue,
+    ValueMap,
+    ValueMappingResult,
+)
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 FOLDER = Path(__file__).parents[1] / "deploy/grafana/dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHT = 8
 STATES = ("empty", "standby", "checking", "active")
+COLORS = ("text", "green", "yellow", "red")
+STATE_NAMES = {
+    str(code): ValueMappingResult(text=state.upper(), color=COLORS[code]) for code, state in enumerate(STATES)
+}
+EVENTS = (
+    (
+        "Engine died",
+        "red",
+        "sum by (instance) (changes(kvcr_failovers_total[20s])) > 0",
+    ),
+    (
+        "Engine is back",
+        "green",
+        'max by (instance) (kvcr_guard_state{state="standby"}) == 1 and on (instance) '
+        'max by (instance) (max_over_time(kvcr_guard_state{state="active"}[20s])) == 1',
+    ),
+)
+"""Marked on every panel of every dashboard: what fell or rose, around which death."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +57,10 @@ class Panel:
     queries: tuple[tuple[str, str], ...]
     about: str
     kind: str = "time"
+    """``time``, ``stat``, ``states``, ``matrix`` (of two labels) or ``ranks`` (one row a rank)."""
     span: int = 8
+    stack: bool = False
+    """Areas on top of each other: parts of a whole."""
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
@@ -346,6 +375,33 @@ FLEET: dict[str, tuple[Panel, ...]] = {
             "Blocks the router knows of, by guard.",
         ),
     ),
+    "Hot prefixes": (
+        Panel(
+            "Prefixes asked for most",
+            units.Short,
+            (
+                ("Key, first 6 bytes", "sum by (instance, rank) (kvcr_router_hot_prefix_key)"),
+                ("Requests/s", "sum by (instance, rank) (kvcr_router_hot_prefix_requests_per_second)"),
+                ("Blocks", "sum by (instance, rank) (kvcr_router_hot_prefix_blocks)"),
+                ("Guards that hold it", "sum by (instance, rank) (kvcr_router_hot_prefix_guards)"),
+            ),
+            "By router. `kvcr top --hot` shows the whole keys, and who holds them.",
+            kind="ranks",
+            span=12,
+        ),
+        Panel(
+            "Requests for the hottest prefixes",
+            units.RequestsPerSecond,
+            (
+                (
+                    "{{instance}} {{rank}}",
+                    "sum by (instance, rank) (kvcr_router_hot_prefix_requests_per_second)",
+                ),
+            ),
+            "By rank. One line far above the others is a prefix that more guards should hold.",
+            span=12,
+        ),
+    ),
     "Who pulls from whom": (
         Panel(
             "Bytes in the time shown",
@@ -356,8 +412,8 @@ FLEET: dict[str, tuple[Panel, ...]] = {
                     "sum by (instance, peer) (increase(kvcr_peer_pulled_bytes_total[$__range]))",
                 ),
             ),
-            "Reader and source. Sources outside the reader's RDMA domain should be rare.",
-            kind="table",
+            "Rows read, columns were read from. Sources outside the reader's RDMA domain should be rare.",
+            kind="matrix",
             span=12,
         ),
         Panel(
@@ -402,7 +458,8 @@ def _panel(panel: Panel) -> Any:
         "time": timeseries.Panel,
         "stat": stat.Panel,
         "states": statetimeline.Panel,
-        "table": table.Panel,
+        "matrix": table.Panel,
+        "ranks": table.Panel,
     }
     built = (
         kinds[panel.kind]()
@@ -414,13 +471,29 @@ def _panel(panel: Panel) -> Any:
         .height(HEIGHT)
     )
     if panel.kind == "states":
-        names = {str(code): ValueMappingResult(text=state.upper()) for code, state in enumerate(STATES)}
-        built = built.mappings([ValueMap(options=names)])
+        built = built.mappings([ValueMap(options=STATE_NAMES)])
+    if panel.stack:
+        built = built.stacking(StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(25)
+    if panel.kind == "matrix":
+        grouped = {"columnField": "peer", "rowField": "instance", "valueField": "Value"}
+        built = built.with_transformation(DataTransformerConfig("groupingToMatrix", grouped))
+    if panel.kind == "ranks":
+        built = built.with_transformation(DataTransformerConfig("merge", {}))
     for letter, (legend, expression) in zip("ABCDEF", panel.queries, strict=False):
         query = prometheus.Dataquery().datasource(SOURCE).expr(expression).ref_id(letter)
-        if panel.kind == "table":
+        if panel.kind in ("matrix", "ranks"):
             query = query.instant().format(PromQueryFormat.TABLE)
+        if panel.kind == "ranks":
+            # After the merge, the values of query A are a column of this name.
+            column: dict[str, Any] = {"displayName": legend}
+            if legend.startswith("Key"):
+                column["unit"] = "hex"
+            built = built.override_by_name(
+                f"Value #{letter}", [DynamicConfigValue(key, value) for key, value in column.items()]
+            )
         built = built.with_target(query.legend_format(legend))
+    if panel.kind == "ranks":
+        built = built.override_by_name("Time", [DynamicConfigValue("custom.hidden", True)])
     return built
 
 
@@ -430,10 +503,28 @@ def _tidy(document: dict[str, Any]) -> dict[str, Any]:
         panel["id"] = number
         if panel.get("options") is None:
             panel["options"] = {}
+        for change in panel.get("transformations", ()):
+            del change["disabled"]
+            change["options"] = change["options"] or {}
     for variable in document["templating"]["list"]:
         for key in [key for key in variable if key.startswith("auto")]:
             del variable[key]
     document["schemaVersion"] = 41
+    document["annotations"] = {
+        "list": [
+            {
+                "datasource": {"type": "prometheus", "uid": "${datasource}"},
+                "enable": True,
+                "expr": expression,
+                "iconColor": color,
+                "name": name,
+                "step": "5s",
+                "tagKeys": "instance",
+                "titleFormat": name,
+            }
+            for name, color, expression in EVENTS
+        ]
+    }
     return document
 
 

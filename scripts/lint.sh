@@ -48,6 +48,7 @@ check "import directions" "$bin/python" -m pytest -q tests/unit/test_import_dire
 check "docs/configuration.md is current" "$bin/python" scripts/gen_config_docs.py --check
 check "docs/signals.schema.json is current" "$bin/python" scripts/gen_signal_schema.py --check
 check "docs/reference is current" "$bin/python" scripts/gen_reference.py --check
+check "dashboards conform to Grafana's schema" bash scripts/check_dashboards.sh
 check "links in documents" "$bin/python" scripts/check_links.py
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'lint: failed: %s\n' "$(printf '%s; ' "${failed[@]}")"

@@ -26,6 +26,9 @@ run_stage() {
     esac
 }
 
+# Alerts and dashboards are tested on a real Prometheus. Where none can be had those tests say so and are skipped.
+if prometheus=$(bash scripts/prometheus.sh); then PATH=$prometheus:$PATH; fi
+
 count=0
 for stage in "${stages[@]}"; do
     count=$((count + 1))

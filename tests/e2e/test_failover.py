@@ -22,10 +22,10 @@ from demo import graph as graphs
 from demo.client import Answer, RequestFailed, ask
 from demo.metrics import Page, growth, scrape
 from demo.observe import observe
+from demo.prometheus import SCRAPE_S, Prometheus, installed
 from kvcr.graph.processes import descendants
 from tests.e2e.agg import PROMPT_BLOCKS, Agg, messages, prompt_tokens, running
 from tests.e2e.processes import eventually
-from tests.e2e.prometheus import SCRAPE_S, Prometheus, installed
 from tests.e2e.tiny_model import BLOCK_SIZE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -249,16 +249,21 @@ def test_it_comes_back_and_computes_only_the_remainder_of_what_it_knew(
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_every_panel_of_the_dashboards_shows_it(
-    prometheus: Prometheus | None, back: Return, path: Path
+    agg: Agg, prometheus: Prometheus | None, back: Return, path: Path
 ) -> None:
     if prometheus is None:
-        pytest.skip("prometheus is not installed (Debian: apt install prometheus)")
+        pytest.skip("prometheus is not installed (scripts/prometheus.sh gets it)")
     # Rates need a second sample of what happened last.
     time.sleep(3 * SCRAPE_S)
-    panels = [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
-    empty = [panel["title"] for panel in panels if not prometheus.panel(panel, WATCHED_S)]
+    end_s = time.time()
+    document = json.loads(path.read_text())
+    panels = [panel for panel in document["panels"] if panel["type"] != "row"]
+    empty = [panel["title"] for panel in panels if not prometheus.panel(panel, end_s - WATCHED_S, end_s)]
     assert panels
     assert empty == []
+    for event in document["annotations"]["list"]:
+        marked = prometheus.query(event["expr"], end_s - WATCHED_S, end_s)
+        assert {series["metric"]["instance"] for series in marked} == {agg.graph.workers[0].guard}
 
 
 def test_nothing_of_either_engine_is_left(agg: Agg, back: Return) -> None:

@@ -84,7 +84,9 @@ def test_every_panel_says_what_it_shows_and_has_an_id_of_its_own(path: Path) -> 
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (scripts/prometheus.sh gets it)"
+)
 def test_alerts_fire_when_they_should_and_not_before() -> None:
     for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         done = subprocess.run(
