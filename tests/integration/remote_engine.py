@@ -43,7 +43,7 @@ def answer(client: EngineClient, request: dict[str, Any]) -> Any:
     )
     return {
         "available": lease.available,
-        "reason": lease.reason,
+        "reason": progress.reason or lease.reason,
         "statuses": list(progress.statuses),
         "transport": progress.transport,
     }

@@ -17,6 +17,7 @@ class _Part:
     count: int
     available: int | None = None
     final: bool = False
+    reason: str = ""
 
 
 class FetchState:
@@ -30,8 +31,6 @@ class FetchState:
         """Monotonic time it was sent."""
         self.statuses: npt.NDArray[np.uint8] = np.zeros(count, np.uint8)
         """uint8 BlockStatus, one a block"""
-        self.reason = ""
-        """Why fewer than asked are available, as the guard says."""
         self.pulled_blocks = 0
         self.transport = ""
         self._parts = {
@@ -47,6 +46,11 @@ class FetchState:
     def parts(self) -> list[tuple[int, int]]:
         """(position of the first block, number of blocks) of each message."""
         return [(first, part.count) for first, part in self._parts.items()]
+
+    @property
+    def reason(self) -> str:
+        """Why fewer than asked are available, as the guard said last; empty when all are."""
+        return next((part.reason for part in self._parts.values() if part.reason), "")
 
     @property
     def final(self) -> bool:
@@ -79,7 +83,7 @@ class FetchState:
         part = self._parts.get(message.first)
         if part is not None:
             part.available = min(max(message.available, 0), part.count)
-            self.reason = self.reason or message.reason
+            part.reason = message.reason
 
     def progressed(self, message: FetchProgress) -> None:
         part = self._parts.get(message.first)
@@ -90,6 +94,7 @@ class FetchState:
         self.statuses[start : start + part.count] = statuses
         if message.final:
             part.final = True
+            part.reason = message.reason
             ended = self.statuses[start : start + part.count]
             ended[ended == BlockStatus.PENDING] = BlockStatus.GONE
             self.pulled_blocks += message.pulled_blocks
@@ -98,6 +103,6 @@ class FetchState:
     def end(self, status: BlockStatus, reason: str) -> None:
         """Nothing more will come: what is pending gets ``status``."""
         self.statuses[self.statuses == BlockStatus.PENDING] = status
-        self.reason = self.reason or reason
         for part in self._parts.values():
-            part.final = True
+            if not part.final:
+                part.final, part.reason = True, reason

@@ -241,7 +241,9 @@ class Fetches:
         if pool is None or context is None or refusal:
             answer(FetchLease(fetch.request_id, fetch.first, 0, refusal))
             statuses = bytes([BlockStatus.MISS]) * count
-            asker.broadcast(FetchProgress(fetch.request_id, statuses, final=True, first=fetch.first))
+            asker.broadcast(
+                FetchProgress(fetch.request_id, statuses, final=True, first=fetch.first, reason=refusal)
+            )
             return refusal
         if fetch.sources:
             link = self._host.peers.link(context, fetch.sources[0].endpoint)
@@ -934,6 +936,7 @@ class Fetches:
                 seconds=seconds,
                 transport="+".join(active.pulled),
                 first=fetch.first,
+                reason=pull.reason() if final else "",
             )
         )
         if final:

@@ -147,6 +147,8 @@ class PeerLink:
         self._waiting: list[Callable[[str], None]] = []
         self._ops = itertools.count(1)
         self._not_before_s = 0.0
+        self._told = ""
+        """The reason that was logged last."""
         self._silent = False
         """It did not answer in time, and has not since."""
         self._wished_s = 0.0
@@ -410,7 +412,7 @@ class PeerLink:
             self._lost(f"not ready, no transport works ({reasons})")
             return
         self.transport, self.way, self.outcome = best.transport, best.way, best.outcome
-        self.reason = ""
+        self.reason = self._told = ""
         self._silent = False
         # What is measured of pulls adjusts it.
         self.rates.setdefault(best.transport.name, best.outcome.bytes_per_s)
@@ -572,6 +574,10 @@ class PeerLink:
         if transport is not None:
             log.info("peer %s at %s lost: %s", self.name, self.endpoint, reason)
             transport.close()
+        elif waiting and reason != self._told:
+            # Once for each cause: links to known peers are tried again and again.
+            log.info("peer %s at %s cannot be used: %s", self.name, self.endpoint, reason)
+        self._told = reason
         for entry in pending.values():
             entry.timer.cancel()
             entry.done(None, reason)

@@ -243,6 +243,8 @@ class FetchProgress(Message, frozen=True):
     transport: str = ""
     first: int = 0
     """``first`` of the Fetch, to tell the parts of a split one apart."""
+    reason: str = ""
+    """Of a final one: why it did not bring all; empty when it did, or when it is not final."""
 
 
 class Handed(Message, frozen=True):
