@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +50,8 @@ from kvcr.protocol.engine import (
 )
 
 COMPONENTS = Path(__file__).resolve().parents[2] / "components"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+"""For what must happen, on a machine that may be busy with much else."""
 
 M = TypeVar("M")
 N = TypeVar("N")
@@ -125,8 +126,8 @@ class GuardProcess:
         return {name: float(value) for name, _, value in samples}
 
     def wait_metric(self, name: str, value: float) -> float:
-        """The sample, once it has ``value`` or 5 s passed."""
-        deadline_s = time.monotonic() + 5
+        """The sample, once it has ``value`` or :data:`TIMEOUT_S` passed."""
+        deadline_s = time.monotonic() + TIMEOUT_S
         while (found := self.metrics().get(name, 0.0)) != value and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
@@ -284,7 +285,7 @@ class EngineClient:
         root: bytes,
         sources: Sequence[Source],
         *,
-        deadline_ms: float = 5000.0,
+        deadline_ms: float = 30_000.0,
         give_up_ms: float = 0.0,
         no_retain: bool = False,
         **more: Any,
@@ -306,10 +307,15 @@ class EngineClient:
             assert first.final
             kept = first.statuses.count(BlockStatus.OK)
             return FetchLease(request_id, first.first, kept), first
-        while not (progress := self.receive(self.scheduler, FetchProgress)).final:
-            pass
+        progress = self.end_of_fetch()
         assert progress.request_id == request_id
         return first, progress
+
+    def end_of_fetch(self) -> FetchProgress:
+        """How the fetch under way ends."""
+        while not (progress := self.receive(self.scheduler, FetchProgress)).final:
+            pass
+        return progress
 
     def start_fetch(
         self,
@@ -318,7 +324,7 @@ class EngineClient:
         root: bytes,
         sources: Sequence[Source],
         *,
-        deadline_ms: float = 5000.0,
+        deadline_ms: float = 30_000.0,
         give_up_ms: float = 0.0,
         no_retain: bool = False,
         **more: Any,
@@ -369,6 +375,14 @@ class EngineClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def until(true: Callable[[], object], what: str, within_s: float = TIMEOUT_S) -> None:
+    """Wait for something; fail when it does not come."""
+    deadline_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
 
 
 def content(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:

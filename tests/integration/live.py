@@ -31,7 +31,6 @@ from kvcr.protocol.engine import (
     BlockStatus,
     DropG1,
     DroppedG1,
-    FetchProgress,
     Granted,
     Source,
     ToEngine,
@@ -124,9 +123,7 @@ class Node:
             no_retain=payload.no_retain,
             move=payload.mode == "move",
         )
-        while not (progress := self.engine.receive(self.engine.scheduler, FetchProgress)).final:
-            pass
-        return [BlockStatus(value) for value in progress.statuses]
+        return [BlockStatus(value) for value in self.engine.end_of_fetch().statuses]
 
     def close(self) -> None:
         self.engine.close()

@@ -39,7 +39,7 @@ def answer(client: EngineClient, request: dict[str, Any]) -> Any:
         keys,
         root,
         [Source(endpoint, 0, len(keys)) for endpoint in request["sources"]],
-        deadline_ms=request.get("deadline_ms", 10_000),
+        deadline_ms=request.get("deadline_ms", 30_000),
     )
     return {
         "available": lease.available,

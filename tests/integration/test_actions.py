@@ -21,7 +21,7 @@ from engine_client import EngineClient, GuardProcess, chain, engine_hashes
 
 from kvcr.graph.infra import start_nats
 from kvcr.keys import BlockKey, pack_keys
-from kvcr.protocol.engine import BlockStatus, FetchLease, FetchProgress, Granted, Source
+from kvcr.protocol.engine import BlockStatus, FetchLease, Granted, Source
 from kvcr.protocol.events import (
     ACTION_VERSION,
     CANCEL,
@@ -178,11 +178,11 @@ async def test_a_copy_of_invalidated_blocks_that_is_under_way_is_not_published(
         sources = [Source(slow, 0, 12), Source(source.guard.endpoint, 0, 12)]
         async with acting(deployment) as router:
             # In this order on one socket: the copy still waits for its first source.
-            target.start_fetch("r", keys, root, sources, deadline_ms=20_000)
+            target.start_fetch("r", keys, root, sources)
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[3:5]))
             target.act("r", one("p", INVALIDATE, payload))
             assert code(await router.result("p")) == ("done", 9)
-        progress = await asyncio.to_thread(final, target)
+        progress = await asyncio.to_thread(target.end_of_fetch)
         assert list(progress.statuses) == [BlockStatus.OK] * 3 + [BlockStatus.GONE] * 9
         assert here(target, keys) == [True] * 3 + [False] * 9
         # A request that asks later gets them: what is dead is that copy, not the content.
@@ -263,11 +263,11 @@ async def test_a_request_that_comes_during_its_prefetch_shares_the_transfer(
             # In this order on one socket: the prefetch still waits for its first source.
             target.act("before", one("p", PREFETCH, payload))
             sources = [Source(source.guard.endpoint, 0, 12)]
-            target.start_fetch("r", keys, root, sources, deadline_ms=20_000)
+            target.start_fetch("r", keys, root, sources)
             if withdrawn:
                 target.act("after", one("c", CANCEL, CancelPayload(plan_id="p")))
             lease = await asyncio.to_thread(target.receive, target.scheduler, FetchLease)
-            progress = await asyncio.to_thread(final, target)
+            progress = await asyncio.to_thread(target.end_of_fetch)
             result = await router.result("p")
             if withdrawn:
                 assert code(await router.result("c")) == ("done", 0)
@@ -469,13 +469,6 @@ def open_link(source: EngineClient, target: EngineClient) -> None:
     source.deposit(keys, root)
     target.fetch("opens the link", keys, root, [Source(source.guard.endpoint, 0, 1)])
     assert target.right(keys) == [True]
-
-
-def final(engine: EngineClient) -> FetchProgress:
-    """How the fetch under way ends."""
-    while not (progress := engine.receive(engine.scheduler, FetchProgress)).final:
-        pass
-    return progress
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def test_where_the_pool_cannot_be_mapped_the_next_way_is_taken(directory: Path) 
         meta = a.pool_dir / "meta"
         meta.rename(a.pool_dir / "elsewhere")
         with EngineClient(b, "b") as target:
-            _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 12)], deadline_ms=15_000)
+            _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 12)])
             assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 12, "nixl")
             assert 'via="cma"' in way(b)
         (a.pool_dir / "elsewhere").rename(meta)

@@ -44,7 +44,7 @@ def test_pulls_under_way_when_the_engine_dies_end_well(shm_dir: Path) -> None:
         where = [Source(source_guard.endpoint, 0, BLOCKS)]
         for salt in salts:
             root, keys = chain(BLOCKS, salt)
-            target.start_fetch(salt, keys, root, where, deadline_ms=20_000.0)
+            target.start_fetch(salt, keys, root, where)
         # The first of them are running.
         source.signal(signal.SIGKILL)
         results: dict[str, FetchProgress] = {}

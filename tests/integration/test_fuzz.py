@@ -315,7 +315,7 @@ def still_serves(directory: Path, guard: GuardProcess, root: bytes) -> None:
     """Blocks deposited before are still there, and can be pulled."""
     _, keys = chain(20, "tenant")
     with GuardProcess(directory, "b") as b, EngineClient(b, "engine-b") as target:
-        _, progress = target.fetch("r", keys, root, [Source(guard.endpoint, 0, 20)], deadline_ms=20_000)
+        _, progress = target.fetch("r", keys, root, [Source(guard.endpoint, 0, 20)])
         assert set(progress.statuses) == {BlockStatus.OK}
         assert all(target.right(keys))
     with PeerClient(guard.endpoint) as client:

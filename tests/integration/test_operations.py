@@ -55,7 +55,7 @@ def a_pair(
         root, keys = chain(count, "tenant")
         source.deposit(keys, root)
         sources = [Source(a.endpoint, 0, count)]
-        assert statuses(target.fetch("contact", keys[:1], root, sources, deadline_ms=20_000)[1]) == [OK]
+        assert statuses(target.fetch("contact", keys[:1], root, sources)[1]) == [OK]
         yield source, target, root, keys, sources
 
 
@@ -200,8 +200,8 @@ def test_pulls_do_not_wait_for_each_other(directory: Path) -> None:
         source.deposit(small, small_root)
         sources = [Source(a.endpoint, 0, 2000)]
         target.fetch("contact", keys[:1], root, sources)
-        target.start_fetch("big", keys, root, sources, deadline_ms=20_000)
-        target.start_fetch("small", small, small_root, sources, deadline_ms=20_000)
+        target.start_fetch("big", keys, root, sources)
+        target.start_fetch("small", small, small_root, sources)
         order = []
         while len(order) < 2:
             progress = target.receive(target.scheduler, FetchProgress)

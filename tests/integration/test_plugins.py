@@ -112,7 +112,7 @@ def test_back_end_and_parameters_of_nixl_are_settings(directory: Path) -> None:
         EngineClient(b, "engine-b") as target,
     ):
         source.deposit(keys, root)
-        _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 20)], deadline_ms=20_000)
+        _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 20)])
         assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 20, "nixl")
 
 
@@ -126,6 +126,6 @@ def test_a_back_end_that_is_not_there_leaves_no_way_and_says_so(directory: Path)
         EngineClient(b, "engine-b") as target,
     ):
         source.deposit(keys, root)
-        _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 4)], deadline_ms=20_000)
+        _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 4)])
         assert set(statuses(progress)) == {BlockStatus.GONE}
         assert "nixl over nosuch" in b.log_path.read_text()

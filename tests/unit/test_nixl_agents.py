@@ -22,6 +22,7 @@ from kvcr.transfer.nixl_messages import (
     Hold,
     Landed,
     Lost,
+    Met,
     Peer,
     Quiet,
     Read,
@@ -57,6 +58,8 @@ class FakeAgent:
         return SimpleNamespace(release=lambda: None)
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
+        if metadata in self.world.strangers:
+            raise nixlBackendError("metadata of another version")
         return metadata
 
     def remove_remote_agent(self, name: str) -> None:
@@ -83,6 +86,7 @@ class FakeNixl:
         self.made: list[str] = []
         self.removed: list[str] = []
         self.say: list[str | Exception] = []
+        self.strangers: set[bytes] = set()
 
     def next(self, otherwise: str) -> str:
         said = self.say.pop(0) if self.say else otherwise
@@ -125,6 +129,10 @@ class Guard:
         for message in messages:
             self.sock.send(to_process.encode(message))
 
+    def meet(self, *peers: Peer) -> None:
+        self.send(*peers)
+        assert [self.receive() for _ in peers] == [Met(peer.peer_id, "") for peer in peers]
+
     def receive(self) -> ToGuard:
         return to_guard.decode(self.sock.recv(1 << 18))
 
@@ -153,7 +161,8 @@ def test_an_agent_that_breaks_is_destroyed_and_made_anew_for_the_next_read(
     guard: Guard, nixl: FakeNixl
 ) -> None:
     nixl.say = [nixlBackendError("worker is broken")]
-    guard.send(peer(1, own_agent=False), read(1, 1))
+    guard.meet(peer(1, own_agent=False))
+    guard.send(read(1, 1))
     lost = guard.receive()
     assert isinstance(lost, Lost)
     assert (lost.number, lost.status, lost.in_flight) == (1, BlockStatus.GONE, True)
@@ -168,7 +177,8 @@ def test_an_agent_that_breaks_is_destroyed_and_made_anew_for_the_next_read(
 
 def test_a_peer_that_goes_away_costs_the_shared_agent_nothing(guard: Guard, nixl: FakeNixl) -> None:
     nixl.say = [nixlRemoteDisconnectError("gone")]
-    guard.send(peer(1, own_agent=False), peer(2, own_agent=False), read(1, 1))
+    guard.meet(peer(1, own_agent=False), peer(2, own_agent=False))
+    guard.send(read(1, 1))
     lost = guard.receive()
     assert isinstance(lost, Lost)
     assert (lost.status, lost.in_flight) == (BlockStatus.GONE, False)
@@ -179,8 +189,33 @@ def test_a_peer_that_goes_away_costs_the_shared_agent_nothing(guard: Guard, nixl
     assert len(nixl.made) == 1
 
 
+def test_a_peer_that_cannot_be_met_is_told_with_the_reason(guard: Guard, nixl: FakeNixl) -> None:
+    nixl.strangers = {b"remote-1"}
+    guard.send(peer(1, own_agent=True))
+    assert guard.receive() == Met(1, "NIXL cannot read from peer-1: metadata of another version")
+    guard.meet(peer(2, own_agent=True))
+
+
+def test_the_first_read_from_a_peer_may_take_longer_as_it_connects(
+    guard: Guard, nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agents, "STALL_S", 0.05)
+    guard.meet(peer(1, own_agent=True))
+    guard.send(read(1, 1))
+    time.sleep(0.2)
+    nixl.say = ["DONE"]
+    landed = guard.receive()
+    assert isinstance(landed, Landed)
+    guard.send(read(2, 1))
+    lost = guard.receive()
+    assert isinstance(lost, Lost)
+    assert (lost.number, lost.status) == (2, BlockStatus.TOO_SLOW)
+    assert guard.receive() == Quiet([2])
+
+
 def test_a_read_that_is_late_ends_its_own_agent_and_no_other(guard: Guard, nixl: FakeNixl) -> None:
-    guard.send(peer(1, own_agent=True), peer(2, own_agent=True), read(1, 1, seconds=0.3), read(2, 1))
+    guard.meet(peer(1, own_agent=True), peer(2, own_agent=True))
+    guard.send(read(1, 1, seconds=0.3), read(2, 1))
     lost = [guard.receive(), guard.receive()]
     assert [(one.number, one.status) for one in lost if isinstance(one, Lost)] == [
         (1, BlockStatus.TOO_SLOW),

@@ -99,7 +99,8 @@ class Trial:
         self._local = local
         self._transport = transport
         self._leased = leased
-        self._timeout_s = timeout_s
+        # A read that begins late ends with the lease: then nobody works for it at its source.
+        self._until_s = time.monotonic() + min(timeout_s, leased.lease_ms / 1000)
         self._done: Callable[[Outcome], None] | None = done
         self._first_s = 0.0
         self._row = -1
@@ -136,7 +137,7 @@ class Trial:
             remote_slots=np.full(blocks, self._remote_slot, np.int32),
             remote_generations=np.zeros(blocks, np.uint64),
             checksums=np.repeat(self._checksums, blocks, axis=0),
-            deadline_s=time.monotonic() + self._timeout_s,
+            deadline_s=self._until_s,
         )
         self._in_use = True
 

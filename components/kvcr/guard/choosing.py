@@ -30,7 +30,7 @@ from kvcr.transfer.shm import ShmTransport
 log = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 10.0
-"""Of one canary read: over NIXL it may have to make an agent and to connect first."""
+"""Of one canary read: over NIXL it has to connect first."""
 
 PROBE_READS = 5
 """When measuring is what it is all about."""
@@ -152,6 +152,9 @@ class Chooser:
         way, welcome = left[0], self._welcome
         known = way.transport == SHM or told == way.transport
         if not known and not (way.transport == NIXL and welcome.nixl_metadata):
+            if way.transport == NIXL:
+                # Ours starts while the peer's does.
+                self._context.nixl().start()
             self._link.hello(way.transport, lambda reply, reason: self._told(way, reply, reason))
             return
         del left[0]
@@ -161,8 +164,21 @@ class Chooser:
             self._reject(way, str(error))
             return
         current = self._current
+        if isinstance(current.transport, NixlTransport):
+            current.transport.meet(lambda reason: self._met(current, reason))
+        else:
+            self._met(current, "")
+
+    def _met(self, candidate: Candidate, reason: str) -> None:
+        """Only now the canary block is asked for: its source works for the read while the lease lasts, and
+        making an agent may take longer than that."""
+        if self._cancelled:
+            return
+        if reason:
+            self._tried(candidate, Outcome(reason, 0.0, 0.0, 0, 0))
+            return
         self._link.canary_lease(
-            current.transport.name, lambda leased, reason: self._leased(current, leased, reason)
+            candidate.transport.name, lambda leased, reason: self._leased(candidate, leased, reason)
         )
 
     def _told(self, way: Way, reply: PeerWelcome | None, reason: str) -> None:

@@ -41,6 +41,16 @@ limit, and a process without descriptors left can serve nobody."""
 
 _DESCRIPTORS_SHARE = 4
 
+_UNREACHABLE = "nobody answers there, or the network does not let us through"
+_STRANGER = "whoever answers there does not speak as we do, or has another secret"
+_LOST = {
+    zmq.Event.DISCONNECTED: "it ended the connection",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "it refuses our secret",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _STRANGER,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _STRANGER,
+}
+"""Why there is no connection, by what ZMQ says of it."""
+
 
 class Port:
     """A ZMQ socket in the loop.
@@ -283,7 +293,7 @@ class ControlClient:
         event, _ = _event(frames)
         if not self._lost and event is not zmq.Event.MONITOR_STOPPED:
             self._lost = True
-            self._on_lost(str(event.name).lower().replace("_", " "))
+            self._on_lost(_LOST.get(event, _UNREACHABLE))
 
 
 def _event(frames: list[bytes]) -> tuple[zmq.Event, int]:

@@ -54,6 +54,9 @@ SNAPSHOT_BLOCKS = 4096
 
 REPLAY_BYTES = 150_000
 MAX_LEASES = 4096
+CANARY_LEASE_MS = 10_000
+"""Longest lease on the canary block, which holds nothing but our NIXL agent to its work."""
+
 TRANSPORTS = ("shm", "nixl")
 
 Reply = Callable[[ToClient], None]
@@ -258,7 +261,7 @@ class PeerServer:
         canary = self._host.canary
         assert canary is not None  # there is a pool
         none = (np.zeros(0, np.int32), np.zeros(0, np.uint64))
-        lease_ms = min(max(request.lease_ms, 1), self._max_lease_ms)
+        lease_ms = min(max(request.lease_ms, 1), CANARY_LEASE_MS)
         lease_id = self._grant(*none, lease_ms, request.transport == "nixl")
         caller.leases.add(lease_id)
         reply(

@@ -38,6 +38,7 @@ from kvcr.transfer.nixl_messages import (
     Hold,
     Landed,
     Lost,
+    Met,
     Peer,
     Quiet,
     Read,
@@ -64,11 +65,16 @@ SILENCE_S = 8.0
 """With reads under way, a process that said nothing for this long hangs. Making an agent takes 0.7 s in a
 fresh process, some seconds on a machine that is busy with other things."""
 
+MEET_S = 15.0
+"""In which a process, a fresh one too, makes the agent for a peer; one that does not is ended."""
+
 DESTROY_S = 2.0
 """How long destroying an agent may take (measured: 6 to 33 ms) before the process is ended instead."""
 
 RESTART_S = 1.0
 """Between two starts of the process."""
+
+RESTARTING = "the NIXL process is being started again"
 
 _WATCH_S = 0.2
 
@@ -154,6 +160,8 @@ class NixlProcess:
         self._not_before_s = 0.0
         self._identity: NixlIdentity | None = None
         self._serving: list[Callable[[NixlIdentity | None], None]] = []
+        self._meeting: dict[int, tuple[Callable[[str], None], Any]] = {}
+        """peer id -> (whom to tell that its agent is made, timer)"""
         self._flights: dict[int, _Flight] = {}
         self._last = 0
         self._heard_s = 0.0
@@ -196,9 +204,18 @@ class NixlProcess:
         """Too many slots are quarantined: peers that need an agent of their own are refused."""
         return self.quarantined > MAX_QUARANTINED_FRACTION * self.local.slots
 
-    def prepare(self, peer: NixlTransport) -> None:
-        """Have the peer's agent made ahead of its first read; for :class:`NixlTransport`."""
-        self._introduce(peer)
+    def start(self) -> None:
+        """Start the process ahead of its use, unless it runs."""
+        if self._process is None:
+            self._start()
+
+    def meet(self, peer: NixlTransport, done: Callable[[str], None]) -> None:
+        """Have a new peer's agent made ahead of its first read; for :class:`NixlTransport`."""
+        if not self._introduce(peer):
+            self._loop.later(0.0, lambda: done(RESTARTING))
+            return
+        timer = self._loop.later(MEET_S, lambda: self._kill(f"it made no agent within {MEET_S:.0f} s"))
+        self._meeting[peer.peer_id] = (done, timer)
 
     def read(
         self,
@@ -220,7 +237,7 @@ class NixlProcess:
         if not self._flights:
             self._heard_s = now_s
         if not (self._introduce(peer) and self._send(message)):
-            refused = failed(step, BlockStatus.GONE, "the NIXL process is being started again", 0.0)
+            refused = failed(step, BlockStatus.GONE, RESTARTING, 0.0)
             # Never from within the call.
             self._loop.later(0.0, lambda: done(refused))
             return
@@ -229,6 +246,9 @@ class NixlProcess:
 
     def forget(self, peer: NixlTransport) -> None:
         """End the reads from a peer; for :class:`NixlTransport`."""
+        _, timer = self._meeting.pop(peer.peer_id, (None, None))
+        if timer is not None:
+            timer.cancel()
         process = self._process
         if process is not None and peer.peer_id in process.known:
             process.known.discard(peer.peer_id)
@@ -376,6 +396,8 @@ class NixlProcess:
             case Quiet() as quiet:
                 for number in quiet.numbers:
                     self._quiet(number)
+            case Met() as met:
+                self._met(met.peer_id, met.reason)
             case Serving() as serving:
                 process = self._process
                 self._served(
@@ -386,6 +408,12 @@ class NixlProcess:
             case ServerLost() as broken:
                 log.warning("peers cannot read over NIXL until they ask again: %s", broken.reason)
                 self._identity = None
+
+    def _met(self, peer_id: int, reason: str) -> None:
+        done, timer = self._meeting.pop(peer_id, (None, None))
+        if done is not None and timer is not None:
+            timer.cancel()
+            done(reason)
 
     def _verify(self, flight: _Flight, seconds: float) -> None:
         step, local = flight.step, self.local
@@ -462,6 +490,8 @@ class NixlProcess:
         process.child.kill()
         self._identity = None
         self._served(None)
+        for peer_id in list(self._meeting):
+            self._met(peer_id, f"NIXL: {reason}")
         now_s = time.monotonic()
         for flight in [flight for flight in self._flights.values() if flight.lost_s is None]:
             flight.lost_s = now_s
@@ -513,12 +543,16 @@ class NixlTransport:
         self.synchronous = False
         """The last read was over when it was posted: copied between the processes (CMA)."""
         self._process = process
-        process.prepare(self)
 
     @property
     def overloaded(self) -> bool:
         """Its reads could leave slots in quarantine, and there are too many of those."""
         return self.own_agent and self._process.overloaded
+
+    def meet(self, done: Callable[[str], None]) -> None:
+        """Once, before the first read: ``done("")`` when a read can begin at once, ``done(reason)`` when none
+        ever will. Not from within the call, and not after :meth:`close`."""
+        self._process.meet(self, done)
 
     def read(self, step: Step, done: Callable[[StepResult], None], quiet: Callable[[Step], None]) -> None:
         """See :class:`kvcr.transfer.base.Transport`."""

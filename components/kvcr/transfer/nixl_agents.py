@@ -29,6 +29,7 @@ from kvcr.layout import Layout
 from kvcr.protocol.codec import i32
 from kvcr.protocol.engine import BlockStatus
 from kvcr.transfer.nixl_messages import (
+    CONTACT_S,
     MAX_BYTES,
     STALL_S,
     Drop,
@@ -36,6 +37,7 @@ from kvcr.transfer.nixl_messages import (
     Hold,
     Landed,
     Lost,
+    Met,
     Peer,
     Quiet,
     Read,
@@ -71,6 +73,8 @@ class _Agent:
     grid: Any
     remotes: dict[int, tuple[str, Any]] = field(default_factory=dict)
     """peer id -> (its agent's name, grid over its regions)"""
+    connected: set[int] = field(default_factory=set)
+    """Peers from which a read has landed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +124,8 @@ class NixlAgents:
 
     def run(self) -> None:
         """Carry out what the guard asks, until it closes the socket."""
+        # A second on a busy machine, which then is over before the first agent is asked for.
+        self._try(_api, "be loaded")
         while True:
             busy = self._poll()
             timeout_s = None
@@ -148,7 +154,7 @@ class NixlAgents:
                 self._serve()
             case Peer():
                 self._peers[message.peer_id] = message
-                self._try(lambda: self._agent_for(message), f"read from {message.label}")
+                self._meet(message)
             case Forget():
                 self._forget(message.peer_id)
             case WarmUp():
@@ -223,6 +229,14 @@ class NixlAgents:
 
     # --- reading ------------------------------------------------------------------------------------
 
+    def _meet(self, peer: Peer) -> None:
+        reason = ""
+        try:
+            self._agent_for(peer)
+        except _failures() as error:
+            reason = f"NIXL cannot read from {peer.label}: {error}"
+        self.send(Met(peer.peer_id, reason))
+
     def _read(self, read: Read) -> None:
         started_s = time.monotonic()
         if started_s >= read.deadline_s:
@@ -253,7 +267,8 @@ class NixlAgents:
             return
         # Counted from here: making an agent, at a first contact, is no sign of a peer that stalls.
         posted_s = time.monotonic()
-        flight = _Flight(peer, read, agent, handle, posted_s, min(read.deadline_s, posted_s + STALL_S))
+        stall_s = STALL_S if peer.peer_id in agent.connected else CONTACT_S
+        flight = _Flight(peer, read, agent, handle, posted_s, min(read.deadline_s, posted_s + stall_s))
         self._flights.append(flight)
         try:
             state = agent.agent.transfer(handle)
@@ -268,6 +283,7 @@ class NixlAgents:
 
     def _landed(self, flight: _Flight, *, synchronous: bool = False) -> None:
         self._flights.remove(flight)
+        flight.agent.connected.add(flight.peer.peer_id)
         _release(flight.handle)
         self.send(Landed(flight.read.number, time.monotonic() - flight.started_s, synchronous))
 
@@ -379,6 +395,7 @@ class NixlAgents:
                 self._drop_remote(self._shared, peer_id)
 
     def _drop_remote(self, agent: _Agent, peer_id: int) -> None:
+        agent.connected.discard(peer_id)
         known = agent.remotes.pop(peer_id, None)
         if known is not None:
             name, grid = known

@@ -18,6 +18,10 @@ STALL_S = 1.0
 """A read that takes longer is given up, so that another source can be asked within the deadline. 8 MiB in
 1 s is 67 Mbit/s, below which recomputing wins."""
 
+CONTACT_S = 5.0
+"""The same for the first read from a peer: UCX connects with it, for which both processes need CPU time.
+10 ms, and where engines are being loaded a second and more."""
+
 MAX_BYTES = 150_000
 """A Read of 8,192 blocks is 64 kB; a seqpacket message fails above 212 kB."""
 
@@ -58,7 +62,7 @@ class Drop(Message, frozen=True):
 
 
 class Peer(Message, frozen=True):
-    """A peer that may be read from. Comes before its first Read, to have its agent made ahead."""
+    """A peer that may be read from. Comes before its first Read; answered by Met."""
 
     peer_id: int
     label: str
@@ -68,6 +72,13 @@ class Peer(Message, frozen=True):
     own_agent: bool
     tls: str
     """Holds an agent of its own to some of UCX's transports, as ``UCX_TLS`` would; empty: to none."""
+
+
+class Met(Message, frozen=True):
+    """The agent for a peer is made: a Read begins at once. Or why it cannot be."""
+
+    peer_id: int
+    reason: str
 
 
 class Forget(Message, frozen=True):
@@ -129,7 +140,7 @@ class Quiet(Message, frozen=True):
 
 
 ToProcess = Serve | WarmUp | Hold | Drop | Peer | Forget | Read
-ToGuard = Serving | ServerLost | Landed | Lost | Quiet
+ToGuard = Serving | ServerLost | Met | Landed | Lost | Quiet
 
 to_process: Codec[ToProcess] = Codec(ToProcess, max_bytes=MAX_BYTES)
 to_guard: Codec[ToGuard] = Codec(ToGuard, max_bytes=MAX_BYTES)
