@@ -12,7 +12,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _with_own_graph(arguments: argparse.Namespace) -> int:
-    run_dir = Path(tempfile.mkdtemp(prefix="kvcr-demo-"))
+    run_dir = graphs.new_run_dir("demo")
     print(
         f"Starting etcd, NATS, frontend, router, two workers, two guards; logs in {run_dir}/logs", flush=True
     )

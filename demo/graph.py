@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from demo.metrics import scrape
-from kvcr.graph.runs import STATE_FILE
+from kvcr.graph.runs import STATE_FILE, new_run
 
 AGG_GRAPH = Path(__file__).resolve().parents[1] / "deploy/graphs/agg.yaml"
 
@@ -180,6 +180,11 @@ class Serving:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def new_run_dir(name: str) -> Path:
+    """Where ``kvcr serve`` keeps its runs, so that ``kvcr status`` and the like find it by themselves."""
+    return new_run(name).run_dir
 
 
 def serve(

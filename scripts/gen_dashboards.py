@@ -476,9 +476,9 @@ def _panel(panel: Panel) -> Any:
         built = built.stacking(StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(25)
     if panel.kind == "matrix":
         grouped = {"columnField": "peer", "rowField": "instance", "valueField": "Value"}
-        built = built.with_transformation(DataTransformerConfig("groupingToMatrix", grouped))
+        built = built.with_transformation(DataTransformerConfig(id_val="groupingToMatrix", options=grouped))
     if panel.kind == "ranks":
-        built = built.with_transformation(DataTransformerConfig("merge", {}))
+        built = built.with_transformation(DataTransformerConfig(id_val="merge"))
     for letter, (legend, expression) in zip("ABCDEF", panel.queries, strict=False):
         query = prometheus.Dataquery().datasource(SOURCE).expr(expression).ref_id(letter)
         if panel.kind in ("matrix", "ranks"):
@@ -504,8 +504,7 @@ def _tidy(document: dict[str, Any]) -> dict[str, Any]:
         if panel.get("options") is None:
             panel["options"] = {}
         for change in panel.get("transformations", ()):
-            del change["disabled"]
-            change["options"] = change["options"] or {}
+            change["options"] = change.get("options") or {}
     for variable in document["templating"]["list"]:
         for key in [key for key in variable if key.startswith("auto")]:
             del variable[key]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from demo.client import RequestFailed, ask
 from demo.document import follow_up, prompt
-from demo.graph import AGG_GRAPH, Graph, Worker, load, serve
+from demo.graph import AGG_GRAPH, Graph, Worker, load, new_run_dir, serve
 from demo.load import QUESTIONS, Load, Outcome, Request, Session
 from demo.metrics import Page, growth, scrape
 from demo.observe import Seen, observe
@@ -89,7 +88,7 @@ def on_and_off(
     """
     seen: dict[str, Failover] = {}
     for switch in ("on", "off"):
-        run_dir = Path(tempfile.mkdtemp(prefix="kvcr-failover-"))
+        run_dir = new_run_dir("failover")
         tell(f"\nKVCR {switch}: starting a graph of two workers; logs in {run_dir}/logs")
         with waiting("engines take about a minute to start"):
             running = serve(run_dir, graph_file, [f"--kvcr={switch}"])
