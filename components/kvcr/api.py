@@ -319,6 +319,7 @@ class Kvcr:
             no_retain=hint.no_retain,
             move=hint.move,
             action_id=hint.action_id,
+            traceparent=hint.traceparent,
         )
 
     # --- pool -> engine memory ------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dynamo.runtime import Client, DistributedRuntime
 from kvcr.dynamo.orders import Orders
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import state_subject
+from kvcr.tracing import open_tracer
 from router_hints.agents import Agents
 from router_hints.bus import Bus
 from router_hints.costs import CostModel
@@ -64,6 +65,7 @@ class RouterComponent:
         endpoint = runtime.endpoint(f"{settings.namespace}.{settings.component}.generate")
         self._endpoint = endpoint
         self._name = f"{settings.component}-{endpoint.connection_id():x}"
+        self._tracer = open_tracer("kvcr-router", self._name)
         self._bus = Bus(settings.nats_url, f"kvcr {self._name}", self._metrics.bus_dropped.inc)
         self._locations = LocationPublisher(
             self._bus,
@@ -138,6 +140,7 @@ class RouterComponent:
             await self._inventory.close()
             await self._locations.close()
             await self._bus.close()
+            await asyncio.to_thread(self._tracer.close)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class RouterComponent:
                 publish=self._bus.publish,
                 namespace=self._settings.namespace,
                 router=self._name,
+                tracer=self._tracer,
             ),
         )
 

@@ -27,6 +27,7 @@ from dynamo.llm.exceptions import (
 
 from kvcr.errors import ConfigError
 from kvcr.protocol.events import event, hints_subject
+from kvcr.tracing import NOT_TRACING, Tracer
 from router_hints.costs import CostModel, Rank
 from router_hints.explain import PlanLog
 from router_hints.guards import GuardDirectory
@@ -35,6 +36,7 @@ from router_hints.metrics import Metrics, RequestOutcome
 from router_hints.placement import Placed, Placement
 from router_hints.planner import NoWorker
 from router_hints.requests import Prompt, read_prompt
+from router_hints.tracing import hint_attributes, plan_attributes
 from router_hints.visits import Visit, Visits
 from router_hints.workers import WorkerTable
 
@@ -62,6 +64,7 @@ class Context(Protocol):
     def metadata(self) -> Any: ...
     def id(self) -> str: ...
     def is_stopped(self) -> bool: ...
+    def trace_headers(self) -> dict[str, str] | None: ...
 
 
 Send = Callable[[dict[str, Any], int, Context], Awaitable[AsyncIterator[Any]]]
@@ -94,6 +97,7 @@ class Books:
     namespace: str
     router: str
     """Name of this router in events."""
+    tracer: Tracer = NOT_TRACING
 
 
 class Dispatcher:
@@ -126,7 +130,7 @@ class Dispatcher:
     ) -> AsyncIterator[Any]:
         tried: list[int] = []
         while True:
-            placed = await self._place(prompt, tried, visit)
+            placed = await self._place_traced(prompt, tried, visit, context)
             worker_id = placed.plan.rank[0]
             attempt = _Attempt(self._books, placed, context.id(), len(tried), begun)
             self._tell(placed, context.id())
@@ -176,6 +180,27 @@ class Dispatcher:
         except ConfigError as error:
             self._books.metrics.requests.labels("", RequestOutcome.INVALID.value).inc()
             raise HttpError(400, str(error)) from error
+
+    async def _place_traced(self, prompt: Prompt, tried: list[int], visit: Visit, context: Context) -> Placed:
+        """Plan; what the hint brings about elsewhere is below it in the request's trace."""
+        tracer = self._books.tracer
+        parent = (context.trace_headers() or {}).get("traceparent", "")
+        span = tracer.start(
+            "kvcr.plan", parent, {"kvcr.request_id": context.id(), "kvcr.attempt": len(tried)}, root=True
+        )
+        try:
+            placed = await self._place(prompt, tried, visit)
+        except HttpError:
+            span.end({"kvcr.result": "no worker"})
+            raise
+        hint = placed.hint
+        if hint is not None:
+            hinted = tracer.start("kvcr.hint", span.traceparent, hint_attributes(placed.plan))
+            for action in hint["actions"] if hinted.traceparent else ():
+                action["payload"]["traceparent"] = hinted.traceparent
+            hinted.end()
+        span.end(plan_attributes(placed.plan))
+        return placed
 
     async def _place(self, prompt: Prompt, tried: list[int], visit: Visit) -> Placed:
         try:

@@ -24,11 +24,13 @@ from kvcr.guard.fetches import Fetches
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Grant
+from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool, checksum_parts
 from kvcr.protocol.engine import BlockStatus, Fetch, FetchProgress, Handed, Source, Taken, ToEngine
 from kvcr.protocol.peer import Release
+from kvcr.tracing import NOT_TRACING
 from kvcr.transfer.base import LocalRegions, Step, failed, verified
 
 OK, GONE, TOO_SLOW, FAILED = BlockStatus.OK, BlockStatus.GONE, BlockStatus.TOO_SLOW, BlockStatus.FAILED
@@ -57,7 +59,9 @@ class FakeLink:
     def keys_per_lease(self) -> int:
         return 4
 
-    def lease(self, keys: bytes, lease_ms: int, timeout_s: float, done: Any, renew: int = 0) -> None:
+    def lease(
+        self, keys: bytes, lease_ms: int, timeout_s: float, done: Any, renew: int, traceparent: str
+    ) -> None:
         count = len(keys) // KEY_BYTES
         self.granted += 1
         slots = self.world.slots_of(keys)
@@ -117,7 +121,15 @@ class World:
             [np.frombuffer(pools.content(pools.key(n), part), np.uint8) for n in range(256)]
         )
         self.sums = checksum_parts(self.content, np.arange(256, dtype=np.int32), part)
-        self.fetches = Fetches(self, self.loop, self.meters, 5000, TransitSlots(transit, 1.0), lambda _: None)
+        self.fetches = Fetches(
+            self,
+            self.loop,
+            self.meters,
+            5000,
+            TransitSlots(transit, 1.0),
+            lambda _: None,
+            RequestTraces(NOT_TRACING),
+        )
         self.number_of = {pools.key(n): n for n in range(256)}
 
     def slots_of(self, keys: bytes) -> np.ndarray:

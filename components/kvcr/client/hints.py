@@ -46,6 +46,7 @@ class FetchHint(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: float = DEFAULT_DEADLINE_MS
     plan_id: str = ""
     action_id: str = ""
+    traceparent: str = ""
 
 
 class _Range(msgspec.Struct, frozen=True):
@@ -145,6 +146,7 @@ def _action(action: Any, message_id: str, skipped: Counter[str]) -> FetchHint | 
                 deadline_ms=ours.deadline_ms,
                 plan_id=ours.plan_id,
                 action_id=str(action.get("action_id", "")),
+                traceparent=ours.traceparent,
             )
         if (kind, version) == (FETCH, STOCK_FETCH_VERSION):
             stock = msgspec.convert(payload, StockFetchPayload)

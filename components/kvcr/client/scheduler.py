@@ -276,6 +276,7 @@ class SchedulerHandle:
         move: bool = False,
         action_id: str = "",
         local_estimate: bool = False,
+        traceparent: str = "",
     ) -> FetchState:
         """Ask the guard to pull a run of a request's chain, from the first :data:`MAX_SOURCES` sources.
 
@@ -301,6 +302,7 @@ class SchedulerHandle:
                     move=move,
                     action_id=action_id,
                     local_estimate=local_estimate,
+                    traceparent=traceparent,
                 )
             )
             if not sent:

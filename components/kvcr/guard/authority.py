@@ -40,6 +40,7 @@ from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.serving import Caller, PeerServer
 from kvcr.guard.tombstones import Tombstones
+from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
 from kvcr.guard.view import GuardState
 from kvcr.keys import KEY_BYTES
@@ -52,6 +53,7 @@ from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
 from kvcr.protocol.peer import ToClient, to_client, to_server
+from kvcr.tracing import open_tracer
 from kvcr.transfer import plugins
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
@@ -148,6 +150,8 @@ class Guard:
         self._scrubber = Scrubber(
             self.loop, self._movers, self.meters, self._current, self.pool_changed, config.scrub_bytes_per_s
         )
+        self._tracer = open_tracer("kvcr-guard", self.name)
+        traces = RequestTraces(self._tracer)
         tombstones, pins, g1 = Tombstones(), Pins(), G1Drops(self.seat, self.meters)
         self._deposits = Deposits(self, self._movers, self.meters, tombstones)
         self._fetches = Fetches(
@@ -157,6 +161,7 @@ class Guard:
             config.lease_ms,
             TransitSlots(config.transit_slots, config.transit_share),
             lambda ended: self._actions.fetch_ended(ended),
+            traces,
         )
         self._invalidations = Invalidations(self, self.loop, self._fetches, tombstones, g1)
         self._reports = Reports(self.name, self.incarnation, self.meters)
@@ -175,6 +180,7 @@ class Guard:
             pins,
             self._actions,
             g1,
+            traces,
         )
         self._server = PeerServer(
             self,
@@ -184,6 +190,7 @@ class Guard:
             self._scrubber,
             config.lease_ms,
             Prober(lambda: self.peer_context),
+            self._tracer,
         )
         make_dir(Path(self.pool_dir))
         self._attach()
@@ -260,6 +267,7 @@ class Guard:
             # Only when nothing but ours was in it.
             with contextlib.suppress(OSError):
                 os.rmdir(self.pool_dir)
+        self._tracer.close()
 
     def _look_around(self) -> None:
         """What the start need not wait for."""

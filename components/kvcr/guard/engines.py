@@ -20,6 +20,7 @@ from kvcr.guard.pins import Pins
 from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
+from kvcr.guard.tracing import RequestTraces
 from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.pool import Pool
@@ -89,6 +90,7 @@ class EngineServer:
         pins: Pins,
         actions: Actions,
         g1: G1Drops,
+        traces: RequestTraces,
     ) -> None:
         """``heartbeat_s``: how often workers are asked to say that they are alive, 0: not at all."""
         self._heartbeat_s = heartbeat_s
@@ -103,6 +105,7 @@ class EngineServer:
         self._pins = pins
         self._actions = actions
         self._g1 = g1
+        self._traces = traces
         self._rarely = Rarely(log)
 
     def hello(self, hello: Hello, connection: Connection) -> Member | None:
@@ -241,6 +244,7 @@ class EngineServer:
             # Every rank loads its part of the same blocks.
             self._meters.loaded_blocks.inc(message.block_count)
         self._meters.loaded_bytes.inc(max(message.byte_count, 0))
+        self._traces.load(message, member.rank)
         if message.corrupt_slots:
             self._scrubber.check(i32(message.corrupt_slots), u64(message.corrupt_generations), "load")
 

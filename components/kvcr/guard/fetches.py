@@ -20,6 +20,7 @@ from kvcr.guard.meters import Meters
 from kvcr.guard.peers import LEASE_MARGIN_S, TIER, Grant, PeerLink, Peers
 from kvcr.guard.pulls import Ask, Indices, Move, Phase, Projection, Pull, Span
 from kvcr.guard.quick import QuickPulls
+from kvcr.guard.tracing import FetchTrace, RequestTraces, end_lease
 from kvcr.guard.transit import Freed, Handover, TransitSlots
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Granted, Pool
@@ -34,6 +35,7 @@ from kvcr.protocol.engine import (
     ToEngine,
 )
 from kvcr.protocol.peer import Release
+from kvcr.tracing import NO_SPAN, TraceSpan
 from kvcr.transfer.base import Step, StepResult, Transport
 from kvcr.transfer.nixl import NixlTransport
 from kvcr.transfer.nixl_messages import STALL_S
@@ -148,6 +150,7 @@ class _Active:
     """Stopped, as recomputing is faster; steps under way may still bring something."""
     untold: bool = False
     """Blocks became OK without a step of ours, and the engine was not told."""
+    trace: FetchTrace | None = None
 
     def learn(self, indices: Indices, hashes: npt.NDArray[np.uint64]) -> None:
         """Take a source's engine hashes of these blocks where whoever asked did not know them."""
@@ -182,8 +185,10 @@ class Fetches:
         lease_ms: int,
         transit: TransitSlots,
         on_end: Callable[[Ended], None],
+        traces: RequestTraces,
     ) -> None:
         """``on_end`` hears of each Fetch that began, once it is over."""
+        self._traces = traces
         self._host = host
         self._loop = loop
         self._on_end = on_end
@@ -238,7 +243,10 @@ class Fetches:
             refusal = f"epoch {fetch.epoch} is over, it is {pool.epoch} now"
         elif len(self._active) >= MAX_PULLS:
             refusal = f"{MAX_PULLS} pulls are under way"
+        trace = self._traces.fetch(fetch, count)
         if pool is None or context is None or refusal:
+            if trace is not None:
+                trace.end(bytes([BlockStatus.MISS]) * count, copied=0, nbytes=0, reason=refusal)
             answer(FetchLease(fetch.request_id, fetch.first, 0, refusal))
             statuses = bytes([BlockStatus.MISS]) * count
             asker.broadcast(
@@ -250,11 +258,13 @@ class Fetches:
             pulled = self._quick.pull(fetch, hashes, pool, context, link, self._getting, answer)
             if pulled is not None:
                 nbytes = count * context.local.block_bytes
+                if trace is not None:
+                    trace.pulled_at_once(link.name or link.endpoint, pulled, nbytes)
                 self._on_end(
                     Ended(fetch, pool, pulled.statuses, [link], count, nbytes, pulled.seconds, False, "")
                 )
                 return ""
-        self._begin(fetch, count, hashes, pool, context, asker, answer, origin)
+        self._begin(fetch, count, hashes, pool, context, asker, answer, origin, trace)
         return ""
 
     def _begin(
@@ -267,6 +277,7 @@ class Fetches:
         asker: Asker,
         answer: Callable[[ToEngine], None],
         origin: object,
+        trace: FetchTrace | None,
     ) -> None:
         now_s = time.monotonic()
         keys = [fetch.keys[at : at + KEY_BYTES] for at in range(0, len(fetch.keys), KEY_BYTES)]
@@ -296,6 +307,7 @@ class Fetches:
             owned=np.zeros(count, np.bool_),
             handover=Handover(count, pool.layout.ranks) if fetch.no_retain else None,
             lease_of=np.zeros(count, np.int64),
+            trace=trace,
         )
         self._active[active.number] = active
         if active.handover is not None:
@@ -543,20 +555,34 @@ class Fetches:
             group = ask.indices[old == renew]
             for start in range(0, len(group), width):
                 indices = group[start : start + width]
+                span = NO_SPAN
+                if active.trace is not None:
+                    name = transport.name if transport is not None else ""
+                    span = active.trace.lease(link.name or link.endpoint, name, len(indices))
                 link.lease(
                     self._blob(active, indices),
                     lease_ms,
                     max(left_s, 0.001),
-                    lambda grant, reason, indices=indices, renew=renew: self._leased(  # type: ignore[misc]
-                        active, ask.source, indices, grant, reason, renew
+                    lambda grant, reason, indices=indices, renew=renew, span=span: self._leased(  # type: ignore[misc]
+                        active, ask.source, indices, grant, reason, renew, span
                     ),
                     renew,
+                    span.traceparent,
                 )
 
     def _leased(
-        self, active: _Active, source: int, indices: Indices, grant: Grant | None, reason: str, renewed: int
+        self,
+        active: _Active,
+        source: int,
+        indices: Indices,
+        grant: Grant | None,
+        reason: str,
+        renewed: int,
+        span: TraceSpan,
     ) -> None:
         link = active.links[source]
+        if active.trace is not None:
+            end_lease(span, grant, reason)
         if grant is not None and active.number not in self._active:
             link.release(Release(grant.lease_id))
             return
@@ -742,6 +768,7 @@ class Fetches:
             transport.incarnation,
         )
         pull.handed(indices)
+        self._trace_step(active, move.source, transport.name, time.monotonic(), len(indices), 0)
         active.untold = True
         active.pulled[transport.name] = active.pulled.get(transport.name, 0) + len(indices)
         self._meters.transit_blocks.inc(len(indices), how="in_place")
@@ -853,6 +880,8 @@ class Fetches:
             )
             active.pull.reasons[step.source] = f"{link.name or link.endpoint}: {result.reason}"
         active.pull.moved(step.indices, statuses, started_s)
+        arrived = int((statuses == BlockStatus.OK).sum())
+        self._trace_step(active, step.source, transport, started_s, arrived, len(step) - arrived)
         unreachable = np.isin(statuses, (BlockStatus.GONE, BlockStatus.TOO_SLOW)).all()
         if transport == "nixl" and unreachable:
             # Whatever is wrong with the peer is wrong for its other blocks too.
@@ -864,6 +893,13 @@ class Fetches:
         if not active.pull.done:
             self._report(active, final=False)
         self._advance(active)
+
+    def _trace_step(
+        self, active: _Active, source: int, transport: str, started_s: float, good: int, bad: int
+    ) -> None:
+        if active.trace is not None:
+            link, nbytes = active.links[source], good * active.context.local.block_bytes
+            active.trace.moved(link.name or link.endpoint, transport, started_s, good, nbytes, bad)
 
     def _measure(self, active: _Active, link: PeerLink, transport: str, blocks: int, seconds: float) -> None:
         rate = link.measured(transport, blocks * active.context.local.block_bytes, seconds)
@@ -983,6 +1019,11 @@ class Fetches:
         for source, account in active.accounts.items():
             self._settle(active, active.links[source], account)
         copied = sum(active.pulled.values())
+        nbytes = copied * active.context.local.block_bytes
+        if active.trace is not None:
+            active.trace.end(
+                active.pull.statuses.tobytes(), copied=copied, nbytes=nbytes, reason=active.pull.reason()
+            )
         self._on_end(
             Ended(
                 fetch=active.fetch,
@@ -990,7 +1031,7 @@ class Fetches:
                 statuses=active.pull.statuses,
                 links=active.links,
                 copied_blocks=copied,
-                byte_count=copied * active.context.local.block_bytes,
+                byte_count=nbytes,
                 seconds=time.monotonic() - active.pull.started_s,
                 cancelled=active.cancelled,
                 reason=active.pull.reason(),

@@ -191,6 +191,7 @@ class PeerLink:
         timeout_s: float,
         done: Callable[[Grant | None, str], None],
         renew: int = 0,
+        traceparent: str = "",
     ) -> None:
         """Ask for a lease on up to :meth:`keys_per_lease` keys; ``done(None, reason)`` when there is none.
 
@@ -208,6 +209,7 @@ class PeerLink:
             lease_ms=lease_ms,
             transport=transport.name,
             renew=renew,
+            traceparent=traceparent,
         )
         asked_s = time.monotonic()
 

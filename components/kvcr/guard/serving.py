@@ -44,6 +44,7 @@ from kvcr.protocol.peer import (
     ToClient,
     ToServer,
 )
+from kvcr.tracing import NO_SPAN, Tracer, TraceSpan
 from kvcr.transfer.nixl import NixlIdentity, NixlProcess
 from kvcr.transfer.plugins import Plugin
 
@@ -84,6 +85,7 @@ class _Lease:
     generations: npt.NDArray[np.uint64]
     timer: Timer
     nixl: bool
+    span: TraceSpan = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -105,7 +107,9 @@ class PeerServer:
         scrubber: Scrubber,
         max_lease_ms: int,
         prober: Prober,
+        tracer: Tracer,
     ) -> None:
+        self._tracer = tracer
         self._host = host
         self._loop = loop
         self._inventory = inventory
@@ -238,6 +242,8 @@ class PeerServer:
             hashes[has] = pool.record(slots[has]).engine_hashes
             lease_id = self._grant(slots[has], generations[has], lease_ms, request.transport == "nixl")
             caller.leases.add(lease_id)
+            if request.traceparent:
+                self._trace(lease_id, request, int(has.sum()))
         if request.renew:
             # After the new lease: what both name is held throughout.
             self._end(request.renew)
@@ -288,8 +294,29 @@ class PeerServer:
             self._host.nixl().hold(lease_id, time.monotonic() + lease_ms / 1000)
         return lease_id
 
+    def _trace(self, lease_id: int, request: Lease, blocks: int) -> None:
+        """Our part in the trace of somebody else's request: from the lease until it is given back."""
+        self._leases[lease_id].span = self._tracer.start(
+            "kvcr.serve",
+            request.traceparent,
+            {
+                "kvcr.peer": request.name,
+                "kvcr.transport": request.transport,
+                "kvcr.asked_blocks": len(request.keys) // KEY_BYTES,
+                "kvcr.leased_blocks": blocks,
+            },
+        )
+
     def _release(self, release: Release, caller: Caller) -> None:
         caller.leases.discard(release.lease_id)
+        if (lease := self._leases.get(release.lease_id)) is not None:
+            lease.span.end(
+                {
+                    "kvcr.blocks": release.block_count,
+                    "kvcr.bytes": release.byte_count,
+                    "kvcr.result": "corrupt" if release.corrupt_slots else "released",
+                }
+            )
         self._end(release.lease_id)
         known = release.transport in TRANSPORTS or release.transport in self._host.plugins
         if known and release.block_count > 0 and release.byte_count > 0:
@@ -303,6 +330,7 @@ class PeerServer:
         if lease is None:
             return
         lease.timer.cancel()
+        lease.span.end({"kvcr.result": "ended without a release"})
         if self._host.pool is not None:
             self._host.pool.unlease(lease.slots, lease.generations)
         if lease.nixl:

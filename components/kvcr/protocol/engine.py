@@ -185,6 +185,8 @@ class Fetch(Message, frozen=True):
     """of the hint's action, for the result; empty when the fetch came from no hint"""
     local_estimate: bool = False
     """``give_up_ms`` is the engine's own, from its measured prefill speed, and no planner's."""
+    traceparent: str = ""
+    """Place of the request in its trace, see :mod:`kvcr.tracing`; empty: in none."""
 
 
 class Act(Message, frozen=True):

@@ -206,6 +206,8 @@ class FetchPayload(msgspec.Struct, frozen=True, kw_only=True):
     no_retain: bool = False
     give_up_ms: float = 0.0
     deadline_ms: float = 2000.0
+    traceparent: str = ""
+    """Place of the hint in the trace of its request, see :mod:`kvcr.tracing`; empty: in none."""
 
 
 PREFETCH = "kv.prefetch"

@@ -87,6 +87,8 @@ class Lease(Message, frozen=True):
     """``shm`` or ``nixl``: with ``nixl`` the source keeps its agent progressing while the lease lives"""
     renew: int = 0
     """A lease on these keys that is over or about to be. It ends; what is here no more is GONE, no MISS."""
+    traceparent: str = ""
+    """Place of this question in the trace of a request, see :mod:`kvcr.tracing`; empty: in none."""
 
 
 class Leased(Message, frozen=True):

@@ -23,3 +23,10 @@ def request_hint(request: Any, skipped: Counter[str]) -> FetchHint | None:
 def request_actions(request: Any, skipped: Counter[str]) -> bytes | None:
     """Actions of the request's hint other than fetches, as JSON for the guard."""
     return other_actions(request.kv_hints, skipped) if request.kv_hints is not None else None
+
+
+def traceparent(request: Any, hint: FetchHint | None) -> str:
+    """Place of the request in its trace: by the router's hint, else as vLLM was given it. Or empty."""
+    if hint is not None and hint.traceparent:
+        return hint.traceparent
+    return str((request.trace_headers or {}).get("traceparent", ""))

@@ -24,7 +24,7 @@ from kvcr.keys import BlockKey, KeySpace
 from kvcr.protocol.engine import DropG1, Source
 from kvcr.vllm import g1
 from kvcr.vllm.chain import UNBOUNDED, RequestChain, key_space
-from kvcr.vllm.hints import request_actions, request_hint
+from kvcr.vllm.hints import request_actions, request_hint, traceparent
 from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
 from kvcr.vllm.speed import PrefillSpeed
 
@@ -83,6 +83,7 @@ class SchedulerPort(Protocol):
         move: bool = ...,
         action_id: str = ...,
         local_estimate: bool = ...,
+        traceparent: str = ...,
     ) -> FetchState: ...
     def act(self, request_id: str, envelope: bytes) -> None: ...
     def take_drops(self) -> list[DropG1]: ...
@@ -389,6 +390,7 @@ class ConnectorScheduler:
             move=hint.move if hint is not None else False,
             action_id=hint.action_id if hint is not None else "",
             local_estimate=local_estimate,
+            traceparent=traceparent(request, hint),
         )
 
     def _g1_run(self, request: Any, stop: int) -> int:
