@@ -256,12 +256,12 @@ class WorkerHandle:
         Input on the descriptor ``also()`` may change ``done()``.
         """
         with self._turns.borrowed():
-            while not done():
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0.0:
-                    return
+            while not done() and (left_s := deadline_s - time.monotonic()) > 0.0:
                 if not self._work() and not done():
                     self._sleep(min(left_s, RETRY_S), also())
+            # Loads that done() took: their slots are leased until the guard hears that they are over, and the
+            # copy thread may sleep on.
+            self._tell_ended()
 
     def take_counters(self) -> WorkerCounters:
         with self._lock:
