@@ -10,9 +10,11 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/reference"
@@ -52,11 +54,13 @@ def metrics_page() -> str:
         "",
         "On the worker's page, with vLLM's labels.",
         "",
-        "| metric | what |",
-        "|---|---|",
+        "| metric | labels | what |",
+        "|---|---|---|",
     ]
-    for name, text in _engine_counters():
-        lines.append(f"| `vllm:kvcr_{name}_total` | {text} |")
+    plain = {name: ("", text) for name, text in _of_engine("COUNTERS").items()}
+    labelled = {name: (f"`{label}`", text) for name, (label, text) in _of_engine("LABELLED").items()}
+    for name, (label, text) in sorted({**plain, **labelled}.items()):
+        lines.append(f"| `vllm:kvcr_{name}_total` | {label} | {text} |")
     return "\n".join(lines) + "\n"
 
 
@@ -74,12 +78,13 @@ def _metrics(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield name, ", ".join(f"`{label}`" for label in names), str(text).rstrip(".")
 
 
-def _engine_counters() -> list[tuple[str, str]]:
+def _of_engine(which: str) -> dict[str, Any]:
     tree = ast.parse((COMPONENTS / "kvcr/vllm/stats.py").read_text())
     for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COUNTERS":
-            return sorted(ast.literal_eval(node.value).items())
-    raise SystemExit("kvcr/vllm/stats.py has no COUNTERS any more")
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == which:
+            found: dict[str, Any] = ast.literal_eval(node.value)
+            return found
+    raise SystemExit(f"kvcr/vllm/stats.py has no {which} any more")
 
 
 def cli_page() -> str:
@@ -98,7 +103,17 @@ def cli_page() -> str:
     ]
     for name, sub in _commands(parser()):
         lines += ["", f"## {name}", "", "```", sub.format_help().rstrip(), "```"]
+    for program in ("kvcr.guard", "router_hints", "router_hints explain"):
+        lines += ["", f"## python -m {program}", "", "```", _help(program), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _help(program: str) -> str:
+    """With the defaults that hold where no variable says otherwise."""
+    environment = {"PYTHONPATH": str(COMPONENTS), "COLUMNS": "100", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", *program.split(), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.rstrip()
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

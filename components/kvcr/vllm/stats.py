@@ -34,11 +34,9 @@ COUNTERS = {
     "keyless_blocks": "Prompt blocks without a key (multimodal or prompt embeddings)",
     "unsaved_blocks": "Times a step had more blocks to save than granted slots",
 }
-FAILED = "failed_blocks"
-SKIPPED = "skipped_hints"
-_LABELLED = {
-    FAILED: ("status", "Blocks of loads that did not arrive, by BlockStatus"),
-    SKIPPED: ("reason", "Hints, or parts of hints, that were not used, by reason"),
+LABELLED = {
+    "failed_blocks": ("status", "Blocks of loads that did not arrive, by BlockStatus"),
+    "skipped_hints": ("reason", "Hints, or parts of hints, that were not used, by reason"),
 }
 
 
@@ -128,7 +126,7 @@ class KvcrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 metric.labels(*values)
         self._labelled = {
             name: counter(name=f"vllm:kvcr_{name}", documentation=text, labelnames=[*labelnames, label])
-            for name, (label, text) in _LABELLED.items()
+            for name, (label, text) in LABELLED.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
