@@ -14,10 +14,13 @@ import numpy as np
 import pools
 import pytest
 
+from kvcr.pool import checksum_parts
+from kvcr.protocol.codec import u64
 from kvcr.protocol.engine import BlockStatus
-from kvcr.transfer import nixl_agents
+from kvcr.transfer import nixl_api, nixl_reader
 from kvcr.transfer.nixl import NixlProcess, NixlTransport, _Flight
 from kvcr.transfer.nixl_agents import NixlAgents
+from kvcr.transfer.nixl_api import AgentMaker
 from kvcr.transfer.nixl_messages import (
     Hold,
     Landed,
@@ -72,7 +75,9 @@ class FakeAgent:
         return SimpleNamespace(release=lambda: None)
 
     def transfer(self, handle: Any) -> str:
-        return "PROC"
+        with self.world.lock:
+            self.world.posted += 1
+        return "DONE" if self.world.copies else "PROC"
 
     def check_xfer_state(self, handle: Any) -> str:
         return self.world.next("PROC")
@@ -87,6 +92,10 @@ class FakeNixl:
         self.removed: list[str] = []
         self.say: list[str | Exception] = []
         self.strangers: set[bytes] = set()
+        self.copies = False
+        """Reads are over when they are posted, as over CMA."""
+        self.posted = 0
+        self.lock = threading.Lock()
 
     def next(self, otherwise: str) -> str:
         said = self.say.pop(0) if self.say else otherwise
@@ -98,15 +107,12 @@ class FakeNixl:
 @pytest.fixture
 def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
     world = FakeNixl()
-    monkeypatch.setattr(
-        nixl_agents, "_api", lambda: (lambda name, _: FakeAgent(name, world), lambda **_: None)
-    )
-    monkeypatch.setattr(nixl_agents, "_errors", lambda: (nixlBackendError, nixlRemoteDisconnectError))
-    monkeypatch.setattr(
-        nixl_agents,
-        "_failures",
-        lambda: (ImportError, RuntimeError, nixlBackendError, nixlRemoteDisconnectError),
-    )
+    errors = (nixlBackendError, nixlRemoteDisconnectError)
+    monkeypatch.setattr(nixl_api, "api", lambda: (lambda name, _: FakeAgent(name, world), lambda **_: None))
+    monkeypatch.setattr(nixl_api, "errors", lambda: errors)
+    monkeypatch.setattr(nixl_api, "failures", lambda: (ImportError, RuntimeError, *errors))
+    # One thread, and so one shared agent, unless a test is about several.
+    monkeypatch.setattr(nixl_reader, "READERS", 1)
     return world
 
 
@@ -116,7 +122,11 @@ class Guard:
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(10)
-        agents = NixlAgents("test", "UCX", {}, pools.layout(), 16, [0x1000], theirs)
+        layout = pools.layout()
+        self.blocks = np.zeros((16, layout.slot_part_bytes), np.uint8)
+        self.blocks[:] = np.arange(16)[:, None]
+        self.part_bytes = layout.part_bytes
+        agents = NixlAgents(AgentMaker("test", "UCX", {}, layout, [self.blocks]), theirs)
         self.thread = threading.Thread(target=self._run, args=(agents, theirs))
         self.thread.start()
 
@@ -152,9 +162,9 @@ def peer(number: int, *, own_agent: bool) -> Peer:
     return Peer(number, f"peer-{number}", b"remote-%d" % number, (0x2000,), 16, own_agent, "")
 
 
-def read(number: int, peer_id: int, seconds: float = 30.0) -> Read:
-    slots = np.array([1, 2], "<i4").tobytes()
-    return Read(number, peer_id, slots, slots, time.monotonic() + seconds)
+def read(number: int, peer_id: int, seconds: float = 30.0, slots: tuple[int, ...] = (1, 2)) -> Read:
+    blob = np.array(slots, "<i4").tobytes()
+    return Read(number, peer_id, blob, blob, time.monotonic() + seconds)
 
 
 def test_an_agent_that_breaks_is_destroyed_and_made_anew_for_the_next_read(
@@ -167,7 +177,7 @@ def test_an_agent_that_breaks_is_destroyed_and_made_anew_for_the_next_read(
     assert isinstance(lost, Lost)
     assert (lost.number, lost.status, lost.in_flight) == (1, BlockStatus.GONE, True)
     assert guard.receive() == Quiet([1])
-    nixl.say = ["DONE"]
+    nixl.say = ["DONE", "DONE"]
     guard.send(read(2, 1))
     landed = guard.receive()
     assert isinstance(landed, Landed)
@@ -183,7 +193,7 @@ def test_a_peer_that_goes_away_costs_the_shared_agent_nothing(guard: Guard, nixl
     assert isinstance(lost, Lost)
     assert (lost.status, lost.in_flight) == (BlockStatus.GONE, False)
     assert nixl.removed == ["remote-1"]
-    nixl.say = ["DONE"]
+    nixl.say = ["DONE", "DONE"]
     guard.send(read(2, 2))
     assert isinstance(guard.receive(), Landed)
     assert len(nixl.made) == 1
@@ -199,11 +209,11 @@ def test_a_peer_that_cannot_be_met_is_told_with_the_reason(guard: Guard, nixl: F
 def test_the_first_read_from_a_peer_may_take_longer_as_it_connects(
     guard: Guard, nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agents, "STALL_S", 0.05)
+    monkeypatch.setattr(nixl_reader, "STALL_S", 0.05)
     guard.meet(peer(1, own_agent=True))
     guard.send(read(1, 1))
     time.sleep(0.2)
-    nixl.say = ["DONE"]
+    nixl.say = ["DONE", "DONE"]
     landed = guard.receive()
     assert isinstance(landed, Landed)
     guard.send(read(2, 1))
@@ -223,10 +233,65 @@ def test_a_read_that_is_late_ends_its_own_agent_and_no_other(guard: Guard, nixl:
     ]
     assert all(isinstance(one, Lost) and one.in_flight for one in lost)
     assert guard.receive() == Quiet([1, 2])
-    nixl.say = ["DONE"]
+    nixl.say = ["DONE", "DONE"]
     guard.send(read(3, 2))
     assert isinstance(guard.receive(), Landed)
     assert len(nixl.made) == 2
+
+
+def test_a_read_is_cut_into_chunks_that_several_threads_copy_and_hash(
+    nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_reader, "READERS", 2)
+    monkeypatch.setattr(nixl_reader, "CHUNK_BYTES", 1)
+    nixl.copies = True
+    guard = Guard()
+    try:
+        guard.meet(peer(1, own_agent=False))
+        for number in range(20):
+            slots = (3, 1, 4, 15, 9, 2, 6)
+            guard.send(read(number, 1, slots=slots))
+            landed = guard.receive()
+            assert isinstance(landed, Landed)
+            assert (landed.number, landed.synchronous) == (number, True)
+            found = checksum_parts(guard.blocks, np.array(slots, np.int32), guard.part_bytes)
+            assert u64(landed.checksums).tolist() == found.tolist()
+        assert nixl.posted == 20 * 7
+        assert len(nixl.made) == 2
+    finally:
+        guard.close()
+
+
+def test_the_first_read_is_repeated_to_see_whether_it_is_over_when_it_is_posted(
+    guard: Guard, nixl: FakeNixl
+) -> None:
+    nixl.say = ["DONE", "DONE"]
+    guard.meet(peer(1, own_agent=False))
+    guard.send(read(1, 1))
+    first = guard.receive()
+    assert isinstance(first, Landed)
+    assert (first.synchronous, nixl.posted) == (False, 2)
+    nixl.copies = True
+    guard.send(read(2, 1))
+    second = guard.receive()
+    assert isinstance(second, Landed)
+    assert (second.synchronous, nixl.posted) == (True, 3)
+
+
+def test_chunks_that_wait_behind_a_peer_that_stalls_are_lost_with_it(
+    guard: Guard, nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_reader, "CHUNK_BYTES", 1)
+    # Six chunks, of which four may be under way; then a read of which none is.
+    guard.meet(peer(1, own_agent=True))
+    guard.send(read(1, 1, seconds=0.3, slots=(1, 2, 3, 4, 5, 6)), read(2, 1))
+    lost = [guard.receive(), guard.receive()]
+    assert [(one.number, one.status, one.in_flight) for one in lost if isinstance(one, Lost)] == [
+        (1, BlockStatus.TOO_SLOW, True),
+        (2, BlockStatus.GONE, False),
+    ]
+    assert guard.receive() == Quiet([1])
+    assert nixl.posted == nixl_reader.WINDOW
 
 
 def test_a_serving_agent_that_breaks_is_told_and_made_anew(guard: Guard, nixl: FakeNixl) -> None:
@@ -234,7 +299,7 @@ def test_a_serving_agent_that_breaks_is_told_and_made_anew(guard: Guard, nixl: F
     first = guard.receive()
     assert isinstance(first, Serving)
     nixl.say = [nixlBackendError("worker is broken")]
-    guard.send(Hold(1, time.monotonic() + 30))
+    guard.send(Hold(1, time.monotonic() + 30, quick=True))
     assert isinstance(guard.receive(), ServerLost)
     guard.send(Serve())
     second = guard.receive()
@@ -244,7 +309,7 @@ def test_a_serving_agent_that_breaks_is_told_and_made_anew(guard: Guard, nixl: F
 
 def test_peers_that_need_their_own_agent_are_refused_while_too_much_is_in_quarantine() -> None:
     local: Any = SimpleNamespace(slots=80)
-    process = NixlProcess("x", None, 1, local, None, None, "UCX", {})  # type: ignore[arg-type]
+    process = NixlProcess("x", None, 1, local, None, "UCX", {})  # type: ignore[arg-type]
     tcp = NixlTransport.__new__(NixlTransport)
     tcp.own_agent, tcp._process = True, process
     shared = NixlTransport.__new__(NixlTransport)

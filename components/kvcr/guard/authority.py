@@ -475,7 +475,6 @@ class Guard:
                 Path(self.pool_dir),
                 self.incarnation,
                 self.local,
-                self._movers,
                 self.loop,
                 self.config.nixl_backend,
                 self.config.nixl_params,

@@ -882,8 +882,8 @@ class Fetches:
         active.pull.moved(step.indices, statuses, started_s)
         arrived = int((statuses == BlockStatus.OK).sum())
         self._trace_step(active, step.source, transport, started_s, arrived, len(step) - arrived)
-        unreachable = np.isin(statuses, (BlockStatus.GONE, BlockStatus.TOO_SLOW)).all()
-        if transport == "nixl" and unreachable:
+        unreachable = (statuses == BlockStatus.GONE) | (statuses == BlockStatus.TOO_SLOW)
+        if transport == "nixl" and unreachable.all():
             # Whatever is wrong with the peer is wrong for its other blocks too.
             status = BlockStatus(int(statuses[0]))
             active.pull.source_failed(step.source, status, result.reason)

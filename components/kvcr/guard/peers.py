@@ -43,6 +43,7 @@ from kvcr.protocol.peer import (
     to_server,
 )
 from kvcr.transfer.base import STEP_BYTES, Transport
+from kvcr.transfer.nixl import NixlTransport
 from kvcr.transfer.nixl_messages import STALL_S
 
 log = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ class PeerLink:
             transport=transport.name,
             renew=renew,
             traceparent=traceparent,
+            by_itself=isinstance(transport, NixlTransport) and transport.synchronous,
         )
         asked_s = time.monotonic()
 

@@ -25,6 +25,8 @@ Indices = npt.NDArray[np.int64]
 
 
 class Phase(enum.IntEnum):
+    """In the order of the picture, which comparisons rely on: ``numpy.isin`` takes 40 us."""
+
     WANTED = 0
     ASKED = 1
     LEASED = 2
@@ -131,11 +133,11 @@ class Pull:
     @property
     def ready_to_answer(self) -> bool:
         """Nothing is left to ask, for now."""
-        return not bool(np.isin(self.phase, (Phase.WANTED, Phase.ASKED)).any())
+        return not bool((self.phase <= Phase.ASKED).any())
 
     def available(self) -> int:
         """Blocks from the first on, contiguous, that are here, leased, or on their way."""
-        good = np.isin(self.phase, (Phase.LEASED, Phase.MOVING, Phase.JOINED))
+        good = (self.phase >= Phase.LEASED) & (self.phase <= Phase.JOINED)
         good |= self._statuses == BlockStatus.OK
         return int(self.count if good.all() else np.argmin(good))
 
@@ -162,7 +164,7 @@ class Pull:
         ``rates``: blocks per second that each source is known for, used until this pull has a rate of its
         own. Sources are read one after the other; one nothing is known of is taken to be infinitely fast.
         """
-        coming = np.flatnonzero(np.isin(self.phase, (Phase.LEASED, Phase.MOVING)))
+        coming = np.flatnonzero((self.phase == Phase.LEASED) | (self.phase == Phase.MOVING))
         left = len(coming)
         if self._first_move_s is not None and self._moved and now_s > self._first_move_s:
             own = self._moved / (now_s - self._first_move_s)
@@ -244,7 +246,8 @@ class Pull:
         """Give up on a source: what it owes is wanted again. Its steps under way still end by themselves."""
         self.reasons[source] = reason
         self._untried[source] = False
-        owed = np.flatnonzero((self.source == source) & np.isin(self.phase, (Phase.ASKED, Phase.LEASED)))
+        open_ = (self.phase == Phase.ASKED) | (self.phase == Phase.LEASED)
+        owed = np.flatnonzero((self.source == source) & open_)
         self._retry(owed, status)
 
     def expire(self, now_s: float) -> bool:
@@ -272,8 +275,9 @@ class Pull:
         arrived = moving & (statuses == BlockStatus.OK)
         self._moved += int(arrived.sum())
         self._finish(indices[arrived], BlockStatus.OK)
-        for status in np.unique(statuses[moving & ~arrived]):
-            self._retry(indices[moving & (statuses == status)], BlockStatus(int(status)))
+        if not arrived.all():
+            for status in np.unique(statuses[moving & ~arrived]):
+                self._retry(indices[moving & (statuses == status)], BlockStatus(int(status)))
 
     def handed(self, indices: Indices) -> None:
         """A move that takes no copy of ours: the engine reads these where they are."""

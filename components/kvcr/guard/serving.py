@@ -240,7 +240,7 @@ class PeerServer:
             pool.touch(slots[has], time.monotonic())
             checksums[has] = pool.checksums(slots[has])
             hashes[has] = pool.record(slots[has]).engine_hashes
-            lease_id = self._grant(slots[has], generations[has], lease_ms, request.transport == "nixl")
+            lease_id = self._grant(slots[has], generations[has], lease_ms, request)
             caller.leases.add(lease_id)
             if request.traceparent:
                 self._trace(lease_id, request, int(has.sum()))
@@ -268,7 +268,7 @@ class PeerServer:
         assert canary is not None  # there is a pool
         none = (np.zeros(0, np.int32), np.zeros(0, np.uint64))
         lease_ms = min(max(request.lease_ms, 1), CANARY_LEASE_MS)
-        lease_id = self._grant(*none, lease_ms, request.transport == "nixl")
+        lease_id = self._grant(*none, lease_ms, request)
         caller.leases.add(lease_id)
         reply(
             Leased(
@@ -284,14 +284,16 @@ class PeerServer:
         )
 
     def _grant(
-        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], lease_ms: int, nixl: bool
+        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], lease_ms: int, request: Lease
     ) -> int:
         self._last_lease += 1
         lease_id = self._last_lease
         timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id))
+        nixl = request.transport == "nixl"
         self._leases[lease_id] = _Lease(slots, generations, timer, nixl)
         if nixl:
-            self._host.nixl().hold(lease_id, time.monotonic() + lease_ms / 1000)
+            until_s = time.monotonic() + lease_ms / 1000
+            self._host.nixl().hold(lease_id, until_s, quick=not request.by_itself)
         return lease_id
 
     def _trace(self, lease_id: int, request: Lease, blocks: int) -> None:

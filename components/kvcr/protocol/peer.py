@@ -89,6 +89,8 @@ class Lease(Message, frozen=True):
     """A lease on these keys that is over or about to be. It ends; what is here no more is GONE, no MISS."""
     traceparent: str = ""
     """Place of this question in the trace of a request, see :mod:`kvcr.tracing`; empty: in none."""
+    by_itself: bool = False
+    """With ``nixl``: I am connected, and copy between the processes (CMA); your agent has little to do."""
 
 
 class Leased(Message, frozen=True):

@@ -22,8 +22,8 @@ STEP_BYTES = 8 << 20
 """Most bytes of one step. A CMA transfer blocks its thread until all bytes are copied (512 MiB: 160 ms,
 measured), so a step bounds how long a deadline can be overrun."""
 
-MAX_STEP_BLOCKS = 8192
-"""However small they are: a step is one message to the NIXL process."""
+MAX_STEP_PARTS = 8192
+"""Blocks times ranks, however small they are: a step is one message to the NIXL process, and one back."""
 
 INLINE_BYTES = 2 << 20
 """Most that the authority thread hashes, or copies and hashes, itself: 0.1 to 0.5 ms of its time. Handing a
@@ -111,7 +111,7 @@ class LocalRegions:
 
     @property
     def blocks_per_step(self) -> int:
-        return min(max(1, STEP_BYTES // self.block_bytes), MAX_STEP_BLOCKS)
+        return max(1, min(STEP_BYTES // self.block_bytes, MAX_STEP_PARTS // self.layout.ranks))
 
     def checksums(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
         """xxh3-64 of every rank's part of these slots: [blocks, ranks]."""

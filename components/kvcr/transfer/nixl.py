@@ -27,9 +27,9 @@ from typing import Any, Protocol
 import msgspec
 
 from kvcr.errors import ProtocolError
+from kvcr.protocol.codec import u64
 from kvcr.protocol.engine import BlockStatus
 from kvcr.transfer.base import LocalRegions, Step, StepResult, failed, verified
-from kvcr.transfer.mover import MoverPool
 from kvcr.transfer.nixl_messages import (
     LOCK,
     MAX_BYTES,
@@ -140,7 +140,6 @@ class NixlProcess:
         pool_dir: Path,
         incarnation: int,
         local: LocalRegions,
-        movers: MoverPool,
         loop: Loop,
         backend: str,
         params: dict[str, str],
@@ -152,7 +151,6 @@ class NixlProcess:
         """Times the process ended by itself or had to be ended."""
         self._pool_dir = pool_dir
         self._incarnation = incarnation
-        self._movers = movers
         self._loop = loop
         self._backend = backend
         self._params = params
@@ -184,9 +182,9 @@ class NixlProcess:
         """Make the agents that any use needs, ahead of it."""
         self._send(WarmUp())
 
-    def hold(self, lease_id: int, until_s: float) -> None:
-        """Keep the serving agent progressing until ``until_s`` or :meth:`drop`."""
-        self._send(Hold(lease_id, until_s))
+    def hold(self, lease_id: int, until_s: float, *, quick: bool) -> None:
+        """Keep the serving agent progressing until ``until_s`` or :meth:`drop`. ``quick``: see Hold."""
+        self._send(Hold(lease_id, until_s, quick))
 
     def drop(self, lease_id: int) -> None:
         if self._process is not None:
@@ -390,7 +388,9 @@ class NixlProcess:
                 flight = self._flights.pop(landed.number, None)
                 if flight is not None:
                     flight.peer.synchronous = landed.synchronous
-                    self._verify(flight, landed.seconds)
+                    step, now_s = flight.step, time.monotonic()
+                    found = u64(landed.checksums).reshape(step.checksums.shape)
+                    flight.done(verified(step, found, now_s - landed.seconds, now_s))
             case Lost() as lost:
                 self._lost(lost)
             case Quiet() as quiet:
@@ -414,20 +414,6 @@ class NixlProcess:
         if done is not None and timer is not None:
             timer.cancel()
             done(reason)
-
-    def _verify(self, flight: _Flight, seconds: float) -> None:
-        step, local = flight.step, self.local
-        started_s = time.monotonic() - seconds
-
-        def finished(result: StepResult | None) -> None:
-            flight.done(
-                result
-                or failed(step, BlockStatus.FAILED, "hashing raised an error", time.monotonic() - started_s)
-            )
-
-        self._movers.submit(
-            lambda: verified(step, local.checksums(step.local_slots), started_s, time.monotonic()), finished
-        )
 
     def _lost(self, lost: Lost) -> None:
         flight = self._flights.get(lost.number)

@@ -23,7 +23,7 @@ CONTACT_S = 5.0
 10 ms, and where engines are being loaded a second and more."""
 
 MAX_BYTES = 150_000
-"""A Read of 8,192 blocks is 64 kB; a seqpacket message fails above 212 kB."""
+"""A Read of 8,192 blocks is 64 kB, a Landed of 8,192 parts too; a seqpacket message fails above 212 kB."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -55,6 +55,8 @@ class Hold(Message, frozen=True):
 
     lease_id: int
     until_s: float
+    quick: bool
+    """The reader waits for each step of ours; otherwise it copies without us, and at most connects."""
 
 
 class Drop(Message, frozen=True):
@@ -113,12 +115,14 @@ class ServerLost(Message, frozen=True):
 
 
 class Landed(Message, frozen=True):
-    """All bytes are in the slots, not verified."""
+    """All bytes are in the slots, hashed and not compared."""
 
     number: int
     seconds: float
     synchronous: bool
     """It was over when it was posted: copied between the processes (CMA)."""
+    checksums: bytes
+    """uint64 for each block and rank, block-major: xxh3-64 of that rank's part."""
 
 
 class Lost(Message, frozen=True):
