@@ -14,6 +14,9 @@ summary=()
 failed=()
 status=0
 
+# Alerts and dashboards are tested on a real Prometheus. Where none can be had those tests say so and are skipped.
+if prometheus=$(bash scripts/prometheus.sh); then PATH=$prometheus:$PATH; fi
+
 run_stage() {
     case $1 in
     lint) bash scripts/lint.sh ;;
