@@ -24,7 +24,8 @@ setup(
         ),
         Extension(
             "router_hints._native",
-            sources=["components/router_hints/_native.c"],
+            sources=["components/router_hints/_native.c", "components/router_hints/_table.c"],
+            depends=["components/router_hints/_table.h"],
             extra_compile_args=FLAGS,
             optional=True,
         ),

@@ -6,7 +6,7 @@ of 16 bytes each. Bounded by ``max_blocks``: beyond it an entry that nobody look
 each new one, and counted for each of its holders; a missing entry costs a recompute, not a wrong answer. What
 becomes empty is given back to the system. Not thread-safe.
 
-33 bytes a slot for up to 128 holders, 8 more for each further 64: 47 to 94 a block between two doublings.
+33 bytes a block for up to 128 holders, 8 more for each further 64, and 16 to 32 for its place in the index.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections import OrderedDict
 import numpy as np
 
 from kvcr.keys import KEY_BYTES
+
+MOST_BLOCKS = 2**31
 
 __all__ = ["BlockTable", "DictTable", "fold"]
 
@@ -40,8 +42,8 @@ class DictTable:
     """The table in Python: about a tenth as fast, and four times the memory."""
 
     def __init__(self, max_blocks: int) -> None:
-        if max_blocks < 1:
-            raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
+        if not 1 <= max_blocks <= MOST_BLOCKS:
+            raise ValueError(f"max_blocks must be at least 1 and at most 2^31, got {max_blocks}")
         self._max = max_blocks
         self._holders: OrderedDict[bytes, int] = OrderedDict()
         """bit mask by key, least recently used first"""
@@ -99,8 +101,11 @@ class DictTable:
         """Every key of ``bit``, in no order."""
         return b"".join(key for key, mask in self._holders.items() if mask >> bit & 1)
 
-    def lookup(self, keys: bytes) -> tuple[list[int], bytearray]:
-        """Bits that have any of the keys, and for each of them a row: 1 where it has the key, else 0."""
+    def lookup(self, keys: bytes, names: list[str]) -> tuple[tuple[str, ...], bytearray]:
+        """Names of holders that have any of the keys, and for each a row: 1 where it has the key, else 0.
+
+        ``names`` are those of all holders, by bit. Raises ValueError when it is too short.
+        """
         split = _split(keys)
         masks = [self._holders.get(key, 0) for key in split]
         if len(self._holders) * 8 > self._max * 7:
@@ -111,7 +116,10 @@ class DictTable:
         for mask in masks:
             present |= mask
         bits = [bit for bit in range(present.bit_length()) if present >> bit & 1]
-        return bits, bytearray(mask >> bit & 1 for bit in bits for mask in masks)
+        if bits and bits[-1] >= len(names):
+            raise ValueError(f"holder bit {bits[-1]} has no name")
+        rows = bytearray(mask >> bit & 1 for bit in bits for mask in masks)
+        return tuple(names[bit] for bit in bits), rows
 
     def count(self, bit: int) -> int:
         """Blocks of ``bit``."""

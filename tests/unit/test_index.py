@@ -104,6 +104,7 @@ def holders(index: LocationIndex, number: int) -> set[str]:
 
 # --- the table ------------------------------------------------------------------------------------
 
+NAMES = [f"g{bit}" for bit in range(131)]
 NOT_BUILT = pytest.mark.skipif(BlockTable is DictTable, reason="router_hints._native is not built")
 TABLES = [pytest.param(BlockTable, marks=NOT_BUILT, id="native"), pytest.param(DictTable, id="dict")]
 
@@ -143,11 +144,17 @@ def test_table_agrees_with_a_dict_of_sets(
                 bits.discard(bit)
         assert len(table) == sum(1 for bits in model.values() if bits)
     everything = [name(n) for n in range(41)]
-    bits, rows = table.lookup(b"".join(everything))
-    assert bits == sorted({bit for bits in model.values() for bit in bits})
-    for row, bit in enumerate(bits):
+    bits = sorted({bit for bits in model.values() for bit in bits})
+    shuffled = random.Random(len(steps)).sample(everything, 41)
+    # In the order in which entries may lie, against it, in none, and some twice.
+    for asked in (everything, everything[::-1], shuffled, everything[:5] + shuffled + everything[20:25]):
+        names, rows = table.lookup(b"".join(asked), NAMES)
+        assert names == tuple(f"g{bit}" for bit in bits)
+        for row, bit in enumerate(bits):
+            found = list(rows[len(asked) * row : len(asked) * (row + 1)])
+            assert found == [bit in model.get(k, set()) for k in asked]
+    for bit in bits:
         mine = [k for k in everything if bit in model.get(k, set())]
-        assert list(rows[41 * row : 41 * (row + 1)]) == [k in mine for k in everything]
         held = table.held_by(bit)
         assert {held[at : at + 16] for at in range(0, len(held), 16)} == set(mine)
         assert (table.count(bit), table.digest(bit)) == (len(mine), fold(b"".join(mine)))
@@ -180,20 +187,61 @@ def test_what_is_looked_up_is_evicted_last(table_type: type[DictTable]) -> None:
     blob = random.Random(2).randbytes(16 * 1500)
     table.add(blob[:16_000], 0)
     used = blob[: 16 * 300]
-    table.lookup(used)
+    table.lookup(used, NAMES)
     table.add(blob[16_000:], 0)
-    assert sum(table.lookup(used)[1]) == 300
+    assert sum(table.lookup(used, NAMES)[1]) == 300
     assert len(table) == 1000
 
 
 @pytest.mark.parametrize("table_type", TABLES)
 def test_a_ragged_blob_is_refused(table_type: type[DictTable]) -> None:
     table = table_type(10)
-    for call in (lambda: table.add(b"x" * 17, 0), lambda: table.remove(b"x", 0), lambda: table.lookup(b"xy")):
+    for call in (
+        lambda: table.add(b"x" * 17, 0),
+        lambda: table.remove(b"x", 0),
+        lambda: table.lookup(b"xy", NAMES),
+    ):
         with pytest.raises(ValueError, match="16 bytes a key"):
             call()
-    with pytest.raises(ValueError, match="at least 1"):
-        table_type(0)
+    table.add(b"x" * 16, 3)
+    with pytest.raises(ValueError, match="bit 3 has no name"):
+        table.lookup(b"x" * 16, NAMES[:3])
+    for size in (0, 2**31 + 1):
+        with pytest.raises(ValueError, match="at least 1 and at most 2\\^31"):
+            table_type(size)
+
+
+@pytest.mark.parametrize("table_type", TABLES)
+def test_a_full_table_that_turned_over_many_times_finds_what_it_has_and_nothing_else(
+    table_type: type[DictTable],
+) -> None:
+    """Chains come and go in either order, so that entries lie forwards, backwards, and in pieces."""
+    table, draw = table_type(600), random.Random(4)
+    chains, kept = [], dict[bytes, int]()
+    for number in range(300):
+        chain = [draw.randbytes(16) for _ in range(draw.randrange(1, 40))]
+        chains.append(chain)
+        table.add(b"".join(chain), number % 3)
+        kept |= dict.fromkeys(chain, number % 3)
+        if len(chains) > 20:
+            old = chains.pop(draw.randrange(len(chains)))
+            gone = old[draw.randrange(len(old)) :][:: draw.choice([1, -1])]
+            table.remove(b"".join(gone), kept[gone[0]])
+            for one in gone:
+                del kept[one]
+    found = {
+        bit: {h[i : i + 16] for h in [table.held_by(bit)] for i in range(0, len(h), 16)} for bit in range(3)
+    }
+    assert len(table) == sum(map(len, found.values())) > 500
+    for chain in chains:
+        names, rows = table.lookup(b"".join(chain), NAMES)
+        for row, name in enumerate(names):
+            mine = found[int(name[1:])]
+            assert list(rows[len(chain) * row : len(chain) * (row + 1)]) == [one in mine for one in chain]
+        assert set(names) == {f"g{bit}" for bit in found if found[bit] & set(chain)}
+    for bit in range(3):
+        assert found[bit] <= {one for one, holder in kept.items() if holder == bit}
+        assert (table.count(bit), table.digest(bit)) == (len(found[bit]), fold(b"".join(found[bit])))
 
 
 @NOT_BUILT
