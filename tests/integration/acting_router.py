@@ -23,7 +23,7 @@ from kvcr.protocol.events import (
     results_subject,
 )
 
-RESULT_S = 20.0
+RESULT_S = 60.0
 
 
 class ActingRouter:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import nats
 import pytest
 from dynamo.runtime import Client, DistributedRuntime
 from engine_client import GuardProcess
+from waiting import PATIENCE_S, eventually
 
 from kvcr.dynamo.etcd import EtcdClient, connect
 from kvcr.dynamo.records import InstanceRecord, decode, record_key
 from kvcr.graph.infra import Server
 from kvcr.protocol.events import Event, Heartbeat, Inventory, event, inventory_subject
-
-START_S = 20.0
 
 
 class Deployment:
@@ -65,13 +63,13 @@ class Deployment:
                 found = await etcd.get(key)
                 return decode(key, found.value, secret) if found is not None else None
 
-            return await eventually(look, f"guard {name} registers", START_S)
+            return await eventually(look, f"guard {name} registers")
 
     async def status(self, name: str) -> dict[str, Any]:
         """What a stock Dynamo client gets from the guard's endpoint."""
         client = await self.client("status")
         record = await self.registered(name)
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(PATIENCE_S):
             while record.lease_id not in client.instance_ids():
                 await asyncio.sleep(0.02)
         return await call(client, record.lease_id, {})
@@ -103,19 +101,6 @@ async def runtimes_end() -> AsyncIterator[None]:
 @pytest.fixture
 def deployment(etcd: Server, nats_server: Server, namespace: str, shm_dir: Path) -> Deployment:
     return Deployment(etcd.url, nats_server.url, namespace, shm_dir)
-
-
-async def eventually(look: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
-    """The first true value of ``look`` (a function, or a coroutine function)."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = look()
-        if asyncio.iscoroutine(value):
-            value = await value
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 async def call(client: Client, instance: int, request: dict[str, Any]) -> dict[str, Any]:

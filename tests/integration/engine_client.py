@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from waiting import PATIENCE_S
 
 from kvcr.keys import BlockKey, KeySpace, extend_chain, pack_keys
 from kvcr.layout import Layout
@@ -50,8 +51,6 @@ from kvcr.protocol.engine import (
 )
 
 COMPONENTS = Path(__file__).resolve().parents[2] / "components"
-TIMEOUT_S = 60.0
-"""For what must happen, on a machine that may be busy with much else."""
 
 M = TypeVar("M")
 N = TypeVar("N")
@@ -126,8 +125,8 @@ class GuardProcess:
         return {name: float(value) for name, _, value in samples}
 
     def wait_metric(self, name: str, value: float) -> float:
-        """The sample, once it has ``value`` or :data:`TIMEOUT_S` passed."""
-        deadline_s = time.monotonic() + TIMEOUT_S
+        """The sample, once it has ``value`` or :data:`waiting.PATIENCE_S` passed."""
+        deadline_s = time.monotonic() + PATIENCE_S
         while (found := self.metrics().get(name, 0.0)) != value and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
@@ -194,7 +193,7 @@ class EngineClient:
 
     def connect(self, role: Role) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(TIMEOUT_S)
+        sock.settimeout(PATIENCE_S)
         sock.connect(self.guard.ready["socket"])
         self.send(sock, Hello(VERSION, role, self.engine_id, 0, os.getpid(), self.layout, namespace="test"))
         return sock
@@ -375,14 +374,6 @@ class EngineClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def until(true: Callable[[], object], what: str, within_s: float = TIMEOUT_S) -> None:
-    """Wait for something; fail when it does not come."""
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
 
 
 def content(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:

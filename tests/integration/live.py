@@ -20,7 +20,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from engine_client import LAYOUT, TIMEOUT_S, EngineClient, GuardProcess, M
+from engine_client import LAYOUT, EngineClient, GuardProcess, M
+from waiting import PATIENCE_S
 
 from kvcr.dynamo.etcd import connect
 from kvcr.dynamo.records import decode, record_key
@@ -63,7 +64,7 @@ class Engine(EngineClient):
         if sock is not self.scheduler or not hasattr(self, "_listener"):
             return super().receive(sock, kind)
         while True:
-            message = self._inbox.get(timeout=TIMEOUT_S)
+            message = self._inbox.get(timeout=PATIENCE_S)
             if isinstance(message, kind):
                 return message
 

@@ -22,7 +22,7 @@ from engine_client import COMPONENTS, LAYOUT, chain, content
 from kvcr.api import BlockStatus, EngineConfig, HostBlockMemory, Kvcr
 
 BLOCKS = 64
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 class MortalEngine:

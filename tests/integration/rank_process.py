@@ -22,7 +22,7 @@ from engine_client import COMPONENTS, content
 
 from kvcr.api import EngineConfig, HostBlockMemory, Layout, LoadSpec, SaveSpec, WorkerHandle
 
-ANSWER_S = 30.0
+ANSWER_S = 60.0
 
 
 class Rank:

@@ -18,27 +18,16 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvcr.graph.infra import Server, free_port, start_etcd, start_nats
 from kvcr.harness import Harness
+from tests.integration.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
-START_S = 60.0
-"""Generous: the machine may be busy with other tests."""
-
-
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 20.0, every_s: float = 0.05) -> Any:
-    """The first true value of ``condition``; fails naming ``what`` when there is none in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(every_s)
-    raise AssertionError(f"not within {timeout_s:g} s: {what}")
 
 
 class Part:
@@ -71,7 +60,7 @@ class Part:
                     log.write(line)
                     log.flush()
 
-    def expect(self, kind: str, timeout_s: float = 15.0, **fields: Any) -> dict[str, Any]:
+    def expect(self, kind: str, timeout_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
         """The next thing of this kind it says (earlier things are skipped)."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,7 +104,7 @@ class Part:
                     self.process.stdin.close()
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.kill()
         return self.process.returncode
@@ -233,14 +222,14 @@ class Stack:
         ]
         worker = Worker(name, [*common, *arguments], self.environment, self.directory / f"{name}.log")
         self._add(worker)
-        worker.worker_id = worker.expect("up", START_S)["worker_id"]
+        worker.worker_id = worker.expect("up", PATIENCE_S)["worker_id"]
         return worker
 
     def guard(self, name: str, *arguments: str) -> tuple[Part, str]:
         """A fake guard, up and registered, and its control endpoint."""
         path = str(ROOT / "tests" / "integration" / "fake_guard.py")
         part = self.start(name, [path, "--name", name, "--block-size", str(BLOCK), *arguments])
-        control: str = part.expect("up", START_S)["control"]
+        control: str = part.expect("up", PATIENCE_S)["control"]
         return part, control
 
     def real_guard(self, name: str, pool_dir: Path, *arguments: str, control: str = "") -> RealGuard:
@@ -249,7 +238,7 @@ class Stack:
         common += ["--control", control or "tcp://127.0.0.1:0", "--cluster", *arguments]
         guard = RealGuard(name, common, self.environment, self.directory / f"{name}.log")
         self._add(guard)
-        ready = guard.expect("ready", START_S)
+        ready = guard.expect("ready", PATIENCE_S)
         guard.control, guard.socket, guard.metrics_url = ready["control"], ready["socket"], ready["metrics"]
         return guard
 
@@ -299,7 +288,7 @@ class Stack:
                 return self.ask("ready?", timeout_s=5.0)[0] == status
             return False
 
-        until(served, f"the frontend answers {status}", START_S, every_s=0.3)
+        until(served, f"the frontend answers {status}", PATIENCE_S, every_s=0.3)
 
     def metrics(self, router: str = "router") -> dict[str, float]:
         """The router's own metrics, by name and labels as written."""

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from acting_router import ActingRouter, one
-from deployment import Deployment, eventually
+from deployment import Deployment
 from engine_client import EngineClient, GuardProcess, chain, engine_hashes
+from waiting import eventually
 
 from kvcr.graph.infra import start_nats
 from kvcr.keys import BlockKey, pack_keys

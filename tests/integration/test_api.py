@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import BUSY_S, PATIENCE_S
 
 from kvcr.api import (
     BlockStatus,
@@ -162,7 +163,7 @@ def test_a_delivery_joins_the_fetch_that_is_still_running(
     state = b.kv.fetch_state("r1")
     assert state is not None
     # The last block is delivered before the guard's last word on the fetch is heard.
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while not state.final and time.monotonic() < deadline_s:
         b.kv.poll()
         time.sleep(0.01)
@@ -233,7 +234,7 @@ def test_actions_beside_a_fetch_reach_the_guard_and_what_they_dropped_can_be_sto
     assert a.kv.submit_hint("r", hint, keys) is None
     assert not a.kv.skipped_hints
     expected = [BlockStatus.OK] * 2 + [BlockStatus.MISS] * 4
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while a.kv.query(keys).tolist() != expected and time.monotonic() < deadline_s:
         a.kv.poll()
         time.sleep(0.01)
@@ -273,7 +274,7 @@ def test_a_source_that_was_killed_is_gone_within_the_deadline(
     guards[0].kill()
     started_s = time.monotonic()
     statuses = b.kv.fetch("r1", keys, sources=[Source(guards[0].control, 0, 20)], deadline_s=3.0)
-    assert time.monotonic() - started_s < 3.5
+    assert time.monotonic() - started_s < 3.0 + BUSY_S
     assert not (statuses == BlockStatus.OK).any()
     assert not (statuses == BlockStatus.PENDING).any()
 
@@ -296,7 +297,7 @@ def test_without_its_guard_an_engine_goes_on_and_gets_it_back(
     assert (a.layers[:, 40:48] == a.layers[:, :8]).all()
 
     guards[0] = start_guard(guards[0].directory)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while not a.kv.connected and time.monotonic() < deadline_s:
         a.kv.poll()
         time.sleep(0.02)
@@ -311,10 +312,10 @@ def test_a_source_that_never_answers_costs_no_more_than_the_deadline(engines: li
     before = b.layers.copy()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source(f"tcp://127.0.0.1:{silent.getsockname()[1]}", 0, 8)
-        b.kv.fetch("r1", keys, sources=[source], deadline_s=5.0, wait=False)
+        b.kv.fetch("r1", keys, sources=[source], deadline_s=60.0, wait=False)
         started_s = time.monotonic()
         statuses = b.kv.deliver("r1", keys, range(8), deadline_s=0.3)
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 0.3 + BUSY_S
         assert np.isin(statuses, [BlockStatus.TOO_SLOW, BlockStatus.GONE]).all()
         assert b.kv.delivered("r1") is None
         b.kv.finish("r1")
@@ -329,15 +330,15 @@ def test_a_guard_that_stopped_answering_costs_no_more_than_the_deadline(
     a.kv.deposit(keys, range(8))
     guards[1].process.send_signal(signal.SIGSTOP)
     try:
-        b.kv.fetch("r1", keys, sources=[Source(guards[0].control, 0, 8)], deadline_s=5.0, wait=False)
+        b.kv.fetch("r1", keys, sources=[Source(guards[0].control, 0, 8)], deadline_s=60.0, wait=False)
         started_s = time.monotonic()
         assert is_all(b.kv.deliver("r1", keys, range(8), deadline_s=0.3), BlockStatus.TOO_SLOW)
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 0.3 + BUSY_S
         # Its socket fills up at some point; sending to it never waits.
         started_s = time.monotonic()
         for number in range(300):
             b.kv.fetch(f"s{number}", keys, sources=[Source(guards[0].control, 0, 8)], wait=False)
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < BUSY_S
         assert not b.kv.connected
     finally:
         guards[1].process.send_signal(signal.SIGCONT)
@@ -348,7 +349,7 @@ def test_a_delivery_that_is_cancelled_ends_once(engines: list[Engine]) -> None:
     keys = chain(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source(f"tcp://127.0.0.1:{silent.getsockname()[1]}", 0, 4)
-        b.kv.fetch("r1", keys, sources=[source], deadline_s=5.0, wait=False)
+        b.kv.fetch("r1", keys, sources=[source], deadline_s=60.0, wait=False)
         b.kv.deliver("r1", keys, range(4), deadline_s=5.0, wait=False)
         b.kv.cancel("r1")
         result = b.kv.delivered("r1")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from engine_client import LAYOUT, EngineClient, GuardProcess, chain, guards, statuses
 from peer_client import PeerClient
+from waiting import PATIENCE_S
 
 from kvcr.pool import DATA, SPARE_ROWS
 from kvcr.protocol.engine import BlockStatus, Source
@@ -53,7 +54,7 @@ def two_guards(
 
 
 def wait_ready(guard: GuardProcess, peer: str, ready: float) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + PATIENCE_S
     name = f'kvcr_peer_ready{{peer="{peer}"}}'
     while guard.metrics().get(name) != ready and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -115,7 +116,7 @@ def test_a_peer_whose_canary_does_not_verify_is_not_ready_until_it_does(director
             assert b.metrics()['kvcr_canaries_total{transport="shm",result="failed"}'] >= 1
             assert not any(target.right(keys))
             damage(a)
-            deadline_s = time.monotonic() + 20
+            deadline_s = time.monotonic() + PATIENCE_S
             while set(statuses(progress)) != {BlockStatus.OK} and time.monotonic() < deadline_s:
                 time.sleep(0.2)
                 _, progress = target.fetch("again", keys, root, [Source(a.endpoint, 0, 12)])

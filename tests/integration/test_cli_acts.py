@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import Deployment, deployment, eventually
+from deployment import Deployment, deployment
 from engine_client import EngineClient, GuardProcess, chain
+from waiting import eventually
 
 __all__ = ["deployment"]
 
@@ -94,7 +95,7 @@ async def test_by_hand(deployment: Deployment, guards: tuple[GuardProcess, Guard
         async def gone() -> bool:
             return await _held(kvcr, keys2[-1].hex()) == {"g0": False, "g1": True}
 
-        await eventually(gone, "the source to drop what was moved", 30)
+        await eventually(gone, "the source to drop what was moved")
 
 
 async def test_mistakes_are_told(

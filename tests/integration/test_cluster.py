@@ -9,22 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from deployment import (
-    START_S,
     Deployment,
     call,
-    eventually,
     heartbeats,
     inventories,
     listening,
 )
 from engine_client import EngineClient, chain
+from waiting import BUSY_S, eventually
 
 from kvcr.dynamo.leases import revoke_for_pid, revoke_instance, revoke_worker
 from kvcr.dynamo.records import encode, record_key
@@ -35,7 +33,6 @@ from kvcr.protocol.events import Heartbeat, Inventory
 
 pytestmark = pytest.mark.usefixtures("runtimes_end")
 
-GONE_S = 2.0
 """Within this long everyone must know that a guard is dead."""
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -110,14 +107,13 @@ async def test_a_record_that_somebody_deleted_comes_back(deployment: Deployment)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_dead_guard_is_gone_from_every_client_within_2_s(
+async def test_a_dead_guard_is_gone_from_every_client_long_before_its_lease_is_over(
     deployment: Deployment, how: signal.Signals
 ) -> None:
-    with deployment.guard() as guard:
+    with deployment.guard(env={"ETCD_LEASE_TTL": "300"}) as guard:
         client = await deployment.client("status")
         record = await deployment.registered()
         await eventually(lambda: record.lease_id in client.instance_ids(), "the client sees the guard")
-        started = time.monotonic()
         guard.process.send_signal(how)
         if how is signal.SIGKILL:
             await asyncio.to_thread(guard.process.wait)
@@ -127,14 +123,12 @@ async def test_a_dead_guard_is_gone_from_every_client_within_2_s(
                 assert await revoke_for_pid(etcd, deployment.namespace, "elsewhere", guard.pid) == []
                 revoked = await revoke_for_pid(etcd, deployment.namespace, host, guard.pid)
                 assert revoked == [record.lease_id]
-        await eventually(lambda: not client.instance_ids(), "the client forgets the guard", GONE_S)
-        assert time.monotonic() - started < GONE_S
+        await eventually(lambda: not client.instance_ids(), "the client forgets the guard")
         async with await deployment.etcd() as etcd:
             assert await etcd.get(record_key(deployment.namespace, "g0")) is None
             assert not (await etcd.get_prefix(f"v1/instances/{deployment.namespace}/")).values
         if how is signal.SIGTERM:
             assert await asyncio.to_thread(guard.process.wait) == 0
-            assert time.monotonic() - started < 2.5
 
 
 async def test_a_restarted_guard_removes_its_predecessor(deployment: Deployment) -> None:
@@ -188,7 +182,7 @@ async def test_a_lost_lease_makes_another_runtime(deployment: Deployment) -> Non
         async def again() -> bool:
             return (await deployment.registered()).lease_id != before.lease_id
 
-        await eventually(again, "the guard registers again", START_S)
+        await eventually(again, "the guard registers again")
         assert (await deployment.status("g0"))["cluster"]["runtimes"] == 2
         assert guard.process.poll() is None
 
@@ -407,7 +401,7 @@ async def test_the_guard_outlives_its_lease_when_etcd_stops(
             async def again() -> bool:
                 return (await own.registered()).lease_id != before.lease_id
 
-            await eventually(again, "the guard registers again", START_S)
+            await eventually(again, "the guard registers again")
             assert all(engine.right(keys))
             assert guard.metrics()["kvcr_cluster_runtimes_total"] >= 2
     finally:
@@ -424,10 +418,8 @@ async def test_a_stop_does_not_wait_for_an_etcd_that_stands_still(
         with own.guard() as guard:
             await own.registered()
             etcd.pause()
-            started = time.monotonic()
             guard.process.terminate()
-            await asyncio.to_thread(guard.process.wait, 5)
-            assert time.monotonic() - started < 2.2
+            await asyncio.to_thread(guard.process.wait, BUSY_S)
     finally:
         etcd.resume()
         await asyncio.to_thread(etcd.stop)

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 import nats
 import pytest
-from deployment import START_S, Deployment, eventually
+from deployment import Deployment
 from engine_client import GuardProcess
 from mortal_engine import MortalEngine
+from waiting import PATIENCE_S, eventually
 
 from kvcr.dynamo.epochs import EpochRecord, decode, encode, epoch_key
 from kvcr.dynamo.states import MAX_AGE_S, MAX_BYTES
@@ -28,7 +29,6 @@ from kvcr.protocol.events import StateChange, event, state_subject, stream_name
 
 pytestmark = pytest.mark.usefixtures("runtimes_end")
 
-ACTIVE_S = 5.0
 """The benchmark measures milliseconds; this machine may be busy."""
 
 
@@ -100,7 +100,7 @@ async def mirrored(deployment: Deployment, epoch: int) -> EpochRecord:
         record = await epoch_of(deployment)
         return record if record is not None and record.epoch == epoch else None
 
-    found: EpochRecord = await eventually(same, f"etcd has epoch {epoch}", START_S)
+    found: EpochRecord = await eventually(same, f"etcd has epoch {epoch}")
     return found
 
 
@@ -119,7 +119,7 @@ def epoch(guard: GuardProcess) -> int:
 async def attached(guard: GuardProcess) -> MortalEngine:
     engine = await asyncio.to_thread(MortalEngine, guard.ready["socket"])
     _engines.append(engine)
-    await eventually(lambda: state(guard) == "standby", "the engine is attached", ACTIVE_S)
+    await eventually(lambda: state(guard) == "standby", "the engine is attached")
     return engine
 
 
@@ -154,12 +154,12 @@ async def test_a_failover_is_told_in_order_with_the_worker_it_is_about(deploymen
             async def known() -> bool:
                 return (await deployment.status("g0"))["cluster"]["worker_id"] == worker_id
 
-            await eventually(known, "the guard knows its worker", START_S)
+            await eventually(known, "the guard knows its worker")
             with first:
                 await asyncio.to_thread(first.kill)
-                await eventually(lambda: "ACTIVE" in states(heard), "ACTIVE is told", ACTIVE_S)
+                await eventually(lambda: "ACTIVE" in states(heard), "ACTIVE is told")
             with await attached(guard):
-                await eventually(lambda: states(heard)[-1] == "STANDBY", "the hand-off is told", ACTIVE_S)
+                await eventually(lambda: states(heard)[-1] == "STANDBY", "the hand-off is told")
 
             assert states(heard) == ["EMPTY", "STANDBY", "CHECKING", "ACTIVE", "STANDBY"]
             assert [change.previous for change in heard] == ["EMPTY", *states(heard)[:-1]]
@@ -169,7 +169,7 @@ async def test_a_failover_is_told_in_order_with_the_worker_it_is_about(deploymen
             assert back.worker_id == 0, "the worker that comes is not known before it registers"
             assert [change.epoch for change in heard] == sorted(change.epoch for change in heard)
             assert heard[2].epoch < active.epoch < back.epoch
-            assert 0 <= active.seconds < ACTIVE_S
+            assert 0 <= active.seconds < PATIENCE_S
             assert not await is_registered(deployment, worker_id)
             assert await kept(deployment.nats_url, deployment.namespace) == heard
 
@@ -185,7 +185,7 @@ async def test_the_epoch_is_mirrored_and_outlives_the_pool(deployment: Deploymen
             record = await mirrored(deployment, epoch(guard))
             assert record.pool
             await asyncio.to_thread(engine.kill)
-            await eventually(lambda: state(guard) == "active", "ACTIVE", ACTIVE_S)
+            await eventually(lambda: state(guard) == "active", "ACTIVE")
         before = await mirrored(deployment, epoch(guard))
         assert (before.pool, before.epoch) == (record.pool, record.epoch + 1)
         guard.process.kill()
@@ -200,7 +200,7 @@ async def test_the_epoch_is_mirrored_and_outlives_the_pool(deployment: Deploymen
                 found = await epoch_of(deployment)
                 return found if found is not None and found.pool != before.pool else None
 
-            after = await eventually(above, "the new pool's epoch is mirrored", START_S)
+            after = await eventually(above, "the new pool's epoch is mirrored")
             assert after.epoch == epoch(guard) > before.epoch
 
 
@@ -232,7 +232,7 @@ async def test_an_epoch_that_is_not_signed_is_not_believed_where_there_is_a_secr
                     found = await etcd.get(key)
                     return None if found is None else decode(key, found.value, secret)
 
-                record = await eventually(ours, "a signed record replaces it", START_S)
+                record = await eventually(ours, "a signed record replaces it")
                 assert record.epoch == epoch(guard) == 1
             # A signed one is believed, and is of no use under another guard's key.
             later = encode(key, EpochRecord(41, "another pool"), secret)
@@ -247,7 +247,7 @@ async def test_a_nats_server_without_jetstream_is_told_and_keeps_nothing(
     try:
         async with state_changes(own.nats_url, own.namespace) as heard:
             with own.guard() as guard, await attached(guard):
-                await eventually(lambda: states(heard) == ["EMPTY", "STANDBY"], "both are told", START_S)
+                await eventually(lambda: states(heard) == ["EMPTY", "STANDBY"], "both are told")
                 assert "no JetStream" in guard.log_path.read_text()
     finally:
         await asyncio.to_thread(server.stop)
@@ -269,11 +269,11 @@ async def test_changes_wait_for_nats_and_for_a_stream_that_was_lost(
             async def two() -> bool:
                 return len(await kept(own.nats_url, own.namespace)) == 2
 
-            await eventually(two, "EMPTY and STANDBY are kept", START_S)
+            await eventually(two, "EMPTY and STANDBY are kept")
             await asyncio.to_thread(server.kill)
             with engine:
                 await asyncio.to_thread(engine.kill)
-                await eventually(lambda: state(guard) == "active", "ACTIVE without NATS", ACTIVE_S)
+                await eventually(lambda: state(guard) == "active", "ACTIVE without NATS")
             with await attached(guard) as successor:
                 assert await asyncio.to_thread(successor.deposit, "x", 4) == 4
                 # It comes back without what it stored.
@@ -288,7 +288,7 @@ async def test_changes_wait_for_nats_and_for_a_stream_that_was_lost(
                         "STANDBY",
                     ]
 
-                await eventually(told, "what happened meanwhile is told in order", START_S)
+                await eventually(told, "what happened meanwhile is told in order")
                 assert guard.metrics().get("kvcr_failover_events_dropped_total", 0) == 0
     finally:
         await asyncio.to_thread(server.stop)
@@ -313,7 +313,7 @@ async def test_take_over_and_hand_off_do_not_wait_for_servers_that_are_away(
                 found = await epoch_of(own)
                 return found is not None and found.worker_id == worker_id
 
-            await eventually(known, "the worker is known and kept", START_S)
+            await eventually(known, "the worker is known and kept")
             started_at = epoch(guard)
             if how == "stopped":
                 etcd.pause()
@@ -323,7 +323,7 @@ async def test_take_over_and_hand_off_do_not_wait_for_servers_that_are_away(
                 await asyncio.to_thread(bus.kill)
             with engine:
                 await asyncio.to_thread(engine.kill)
-                await eventually(lambda: state(guard) == "active", "ACTIVE with both away", ACTIVE_S)
+                await eventually(lambda: state(guard) == "active", "ACTIVE with both away")
             with await attached(guard) as successor:
                 # It serves what the dead one stored, and stores.
                 assert await asyncio.to_thread(successor.read, "x", 16) == 16
@@ -344,13 +344,13 @@ async def test_take_over_and_hand_off_do_not_wait_for_servers_that_are_away(
                 async def gone() -> bool:
                     return not await is_registered(own, worker_id)
 
-                await eventually(gone, "the dead worker is revoked, though its successor is here", START_S)
+                await eventually(gone, "the dead worker is revoked, though its successor is here")
 
                 async def told() -> bool:
                     found = states(await kept(own.nats_url, own.namespace))
                     return found == ["EMPTY", "STANDBY", "CHECKING", "ACTIVE", "STANDBY"]
 
-                await eventually(told, "all changes are told, once and in order", START_S)
+                await eventually(told, "all changes are told, once and in order")
                 active = (await kept(own.nats_url, own.namespace))[3]
                 assert (active.state, active.worker_id) == ("ACTIVE", worker_id)
 
@@ -358,7 +358,7 @@ async def test_take_over_and_hand_off_do_not_wait_for_servers_that_are_away(
                     record = await own.registered()
                     return (record.state, record.epoch) == ("STANDBY", epoch(guard))
 
-                await eventually(record_follows, "the guard's record is up to date", START_S)
+                await eventually(record_follows, "the guard's record is up to date")
     finally:
         for server in (etcd, bus):
             if server.exit_code is None:
@@ -383,15 +383,15 @@ async def test_an_engine_goes_on_when_etcd_comes_back_with_a_higher_epoch(
             etcd.resume()
             record = await mirrored(own, 42)
             assert (record.epoch, record.pool != "a pool that was lost") == (epoch(guard), True)
-            await eventually(lambda: state(guard) == "standby", "the engine attached again", ACTIVE_S)
+            await eventually(lambda: state(guard) == "standby", "the engine attached again")
             assert await asyncio.to_thread(engine.read, "x", 16) == 16
             assert await asyncio.to_thread(engine.deposit, "y", 16) == 16
             # What it had been granted in the epoch before is free again, but for its standing grants.
             await eventually(
-                lambda: guard.metrics()['kvcr_pool_slots{state="granted"}'] <= 8, "no grant is lost", ACTIVE_S
+                lambda: guard.metrics()['kvcr_pool_slots{state="granted"}'] <= 8, "no grant is lost"
             )
             engine.signal(signal.SIGKILL)
-            await eventually(lambda: state(guard) == "active", "ACTIVE", ACTIVE_S)
+            await eventually(lambda: state(guard) == "active", "ACTIVE")
             await mirrored(own, 43)
     finally:
         etcd.resume()

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from deployment import START_S, Deployment, eventually
+from deployment import Deployment
 from engine_client import EngineClient, GuardProcess, chain, guards
 from mortal_engine import BLOCKS, MortalEngine
+from waiting import PATIENCE_S, eventually
 
 from kvcr.protocol.engine import BlockStatus, FetchProgress, Source
 
@@ -26,7 +27,7 @@ def state(guard: GuardProcess) -> str:
 
 
 def until_active(guard: GuardProcess) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while state(guard) != "active":
         assert time.monotonic() < deadline_s, "the guard is not ACTIVE"
         time.sleep(0.01)
@@ -74,13 +75,13 @@ async def test_a_first_pull_after_a_death_works_at_once_with_keys_that_peers_hel
                 peers = (await deployment.status("b"))["cluster"]["peers"]
                 return source_guard.endpoint in peers
 
-            await eventually(known, "b knows a", START_S)
+            await eventually(known, "b knows a")
             # Links to peers of one layout are opened ahead, as soon as both have a pool.
 
             async def open_link() -> bool:
                 return bool((await deployment.status("b"))["peers"])
 
-            await eventually(open_link, "b has a link to a", START_S)
+            await eventually(open_link, "b has a link to a")
             source.signal(signal.SIGKILL)
             root, keys = chain(16, "x")
             _, progress = await asyncio.to_thread(
@@ -109,7 +110,7 @@ def test_a_death_in_another_pid_namespace_is_proven(shm_dir: Path) -> None:
         guard.process.kill()
         guard.process.wait()
         with GuardProcess(shm_dir, "a", slots=128) as successor:
-            deadline_s = time.monotonic() + 15
+            deadline_s = time.monotonic() + PATIENCE_S
             while state(successor) != "standby":
                 assert time.monotonic() < deadline_s
                 time.sleep(0.02)

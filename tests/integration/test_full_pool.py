@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zmq
 from engine_client import EngineClient, GuardProcess, chain
+from waiting import PATIENCE_S
 
 from kvcr.keys import BlockKey, pack_keys
 from kvcr.protocol.engine import Granted, Reserve
@@ -52,7 +53,7 @@ def test_a_pool_full_of_leased_blocks_answers_at_once_and_goes_on_when_one_lease
         assert guard.metrics().get('kvcr_evicted_blocks_total{reason="space"}', 0) == 0
 
         sock.send(to_server.encode(Release(one.lease_id)))
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while not (got := granted(engine, 4)):
             assert time.monotonic() < deadline_s, "no progress after a lease ended"
             time.sleep(0.1)

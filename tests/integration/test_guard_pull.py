@@ -30,8 +30,8 @@ from engine_client import (
     chain,
     guards,
     statuses,
-    until,
 )
+from waiting import BUSY_S, PATIENCE_S, until
 
 from kvcr.config import EngineConfig, GuardConfig
 from kvcr.errors import GuardUnavailable, ProtocolError
@@ -74,8 +74,6 @@ from kvcr.protocol.peer import (
 from kvcr.transfer import nixl
 
 OK = BlockStatus.OK
-SLACK_S = 10.0
-"""What a busy machine may add to a time. Longer than any wait that would be wrong, and than no end at all."""
 BLOCK_BYTES = LAYOUT.part_bytes
 
 TCP = {"UCX_TLS": "tcp,self"}
@@ -112,7 +110,7 @@ def assert_counters_agree(source: GuardProcess, target: GuardProcess, transport:
     assert source.metrics()[f"kvcr_served_bytes_total{label}"] == blocks * BLOCK_BYTES
 
 
-def assert_no_slot_is_lost(client: EngineClient, within_s: float = 8.0) -> None:
+def assert_no_slot_is_lost(client: EngineClient, within_s: float = PATIENCE_S) -> None:
     """Every granted slot of a pull is committed or free again."""
     name = f'kvcr_pool_slots{{state="{SlotState.GRANTED.name.lower()}"}}'
     deadline_s = time.monotonic() + within_s
@@ -279,7 +277,7 @@ def test_a_source_that_is_slow_is_given_up_and_what_arrived_is_kept(directory: P
         thread.start()
         try:
             started_s = time.monotonic()
-            _, progress = target.fetch("r", keys, root, sources, deadline_ms=30_000, give_up_ms=300)
+            _, progress = target.fetch("r", keys, root, sources, deadline_ms=60_000, give_up_ms=300)
             seconds = time.monotonic() - started_s
         finally:
             slow.set()
@@ -287,10 +285,10 @@ def test_a_source_that_is_slow_is_given_up_and_what_arrived_is_kept(directory: P
         found = statuses(progress)
         if set(found) == {OK}:
             # A machine so quick that 1 ms in 50 is enough; then it was done in time.
-            assert seconds < 2.0
+            assert seconds < 0.3 + BUSY_S
             return
         # Stopped when the estimate said so, and not at the deadline.
-        assert seconds < 10.0
+        assert seconds < 0.3 + BUSY_S
         assert set(found) <= {OK, BlockStatus.TOO_SLOW, BlockStatus.GONE}
         assert BlockStatus.TOO_SLOW in found
         assert all(there for there, status in zip(target.right(keys), found, strict=True) if status is OK)
@@ -384,7 +382,7 @@ def test_a_stopped_source_costs_no_more_than_the_deadline_and_is_used_again(
         os.kill(source.guard.pid, signal.SIGSTOP)
         started_s = time.monotonic()
         progress = target.end_of_fetch()
-        assert time.monotonic() - started_s < 0.6 + SLACK_S
+        assert time.monotonic() - started_s < 0.6 + BUSY_S
         assert all(
             there
             for there, status in zip(target.right(keys), statuses(progress), strict=True)
@@ -394,7 +392,7 @@ def test_a_stopped_source_costs_no_more_than_the_deadline_and_is_used_again(
         other_root, others = chain(20, "nobody")
         started_s = time.monotonic()
         _, progress = target.fetch("s", others, other_root, sources, deadline_ms=500)
-        assert time.monotonic() - started_s < 0.5 + SLACK_S
+        assert time.monotonic() - started_s < 0.5 + BUSY_S
         assert progress.statuses[0] in (BlockStatus.TOO_SLOW, BlockStatus.GONE)
         os.kill(source.guard.pid, signal.SIGCONT)
         until(
@@ -436,10 +434,8 @@ def test_sigterm_ends_it_in_time_and_keeps_the_pool(directory: Path) -> None:
     root, keys = chain(8, "tenant")
     with guards(directory, "a") as (guard,), EngineClient(guard, "engine-a") as client:
         client.deposit(keys, root)
-        started_s = time.monotonic()
         guard.process.terminate()
-        assert guard.process.wait(5) == 0
-        assert time.monotonic() - started_s < 2.0
+        assert guard.process.wait(BUSY_S) == 0
         assert not Path(guard.ready["socket"]).exists()
     with guards(directory, "a") as (guard,), EngineClient(guard, "engine-b") as client:
         assert all(client.right(keys))

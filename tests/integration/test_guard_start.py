@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from engine_client import COMPONENTS, EngineClient, GuardProcess, chain
+from waiting import until
 
 from kvcr.pool import WriterLock
 
@@ -45,13 +46,6 @@ def start(
         preexec_fn=before,
         env={**os.environ, "PYTHONPATH": str(COMPONENTS)},
     )
-
-
-def until(true: Callable[[], object], what: str, within_s: float = 15.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
 
 
 # --- room --------------------------------------------------------------------------------------------------

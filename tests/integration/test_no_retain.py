@@ -8,13 +8,14 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_client import LAYOUT, EngineClient, GuardProcess, chain, content, guards
+from waiting import PATIENCE_S, until
 
 from kvcr.client import HostBlockMemory, LoadResult, LoadSpec, SchedulerHandle, WorkerHandle
 from kvcr.config import EngineConfig
@@ -23,6 +24,7 @@ from kvcr.protocol.engine import BlockStatus, Source
 from kvcr.transfer import nixl
 
 OK, FAILED = BlockStatus.OK, BlockStatus.FAILED
+TRANSIT_USED = 'kvcr_transit_slots{kind="used"}'
 READY = 'kvcr_pool_slots{state="ready"}'
 needs_nixl = pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
 
@@ -44,12 +46,12 @@ class Engine:
             keys=pack_keys(keys),
             engine_hashes=np.zeros(len(keys), np.uint64),
             sources=sources,
-            deadline_ms=20_000,
+            deadline_ms=30_000,
             no_retain=True,
         )
         state = self.scheduler.fetch_state(request_id)
         assert state is not None
-        wait_until(lambda: self.scheduler.poll() or state.settled)
+        until(lambda: self.scheduler.poll() or state.settled, "the fetch is settled", every_s=0.002)
 
     def load(self, request_id: str, keys: Sequence[BlockKey]) -> LoadResult:
         self.memory[:] = 0
@@ -59,7 +61,7 @@ class Engine:
                 first=0,
                 keys=pack_keys(keys),
                 block_ids=np.arange(len(keys), dtype="<i4").tobytes(),
-                deadline_s=20.0,
+                deadline_s=30.0,
                 fetching=True,
                 fetch_first=0,
                 fetch_count=len(keys),
@@ -67,7 +69,7 @@ class Engine:
             )
         )
         results: list[LoadResult] = []
-        wait_until(lambda: bool(results) or bool(results.extend(self.worker.take_loads())) or bool(results))
+        until(lambda: results.extend(self.worker.take_loads()) or results, "the load is over", every_s=0.002)
         return results[0]
 
     def has(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -85,10 +87,10 @@ def directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def a_source_and_an_engine(
-    directory: Path, count: int, *arguments: str
+    directory: Path, count: int, *arguments: str, env: dict[str, str] | None = None
 ) -> Iterator[tuple[EngineClient, Engine, bytes, list[BlockKey], list[Source]]]:
     with (
-        guards(directory, "a", "b", arguments=arguments) as (a, b),
+        guards(directory, "a", "b", arguments=arguments, env=env) as (a, b),
         EngineClient(a, "engine-a") as source,
         contextlib.ExitStack() as stack,
     ):
@@ -100,16 +102,9 @@ def a_source_and_an_engine(
         stack.callback(scheduler.close)
         worker = WorkerHandle(config, LAYOUT, HostBlockMemory([memory]), engine_id="engine-b")
         stack.callback(worker.close)
-        assert scheduler.wait_connected(20)
-        assert worker.wait_connected(20)
+        assert scheduler.wait_connected(PATIENCE_S)
+        assert worker.wait_connected(PATIENCE_S)
         yield source, Engine(scheduler, worker, memory, b), root, keys, [Source(a.endpoint, 0, count)]
-
-
-def wait_until(true: Callable[[], object], within_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not come true"
-        time.sleep(0.002)
 
 
 def assert_nothing_is_left(engine: Engine, source: EngineClient, transport: str, blocks: int) -> None:
@@ -117,7 +112,7 @@ def assert_nothing_is_left(engine: Engine, source: EngineClient, transport: str,
     label = f'{{transport="{transport}"}}'
     assert engine.guard.wait_metric(f"kvcr_pulled_blocks_total{label}", blocks) == blocks
     assert source.guard.wait_metric(f"kvcr_served_blocks_total{label}", blocks) == blocks
-    wait_until(lambda: engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 0)
+    until(lambda: engine.guard.metrics()[TRANSIT_USED] == 0, "no transit slot is used")
     metrics = engine.guard.metrics()
     assert metrics[READY] == 0
     # The engine's standing grants are all that is granted.
@@ -167,8 +162,8 @@ def test_a_request_that_ends_before_its_load_leaves_nothing(directory: Path, tra
         for number in range(20):
             engine.fetch(f"r{number}", keys, root, sources)
             engine.scheduler.finish(f"r{number}")
-        wait_until(lambda: engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 0)
-        wait_until(lambda: engine.guard.metrics()['kvcr_pool_slots{state="granted"}'] <= 8)
+        until(lambda: engine.guard.metrics()[TRANSIT_USED] == 0, "no transit slot is used")
+        until(lambda: engine.guard.metrics()['kvcr_pool_slots{state="granted"}'] <= 8, "no slot is lost")
         assert engine.guard.metrics()[READY] == 0
 
 
@@ -209,16 +204,25 @@ def test_where_the_engine_cannot_map_the_peers_pool_blocks_take_the_way_through_
             os.rename(directory / "elsewhere", source.directory)
 
 
+@needs_nixl
 def test_blocks_reach_engine_memory_while_the_pull_goes_on(directory: Path) -> None:
-    """Half of the blocks are at a guard that is stopped; the others are loaded before it is given up."""
+    """Half of the blocks are at a guard whose NIXL process is stopped; the others are loaded before it is
+    given up, which takes 5 s at least."""
+    arguments, tcp = ["--transport", "nixl"], {"UCX_TLS": "tcp,self"}
     with (
-        a_source_and_an_engine(directory, 40) as (_, engine, root, keys, sources),
-        guards(directory, "c") as (c,),
+        a_source_and_an_engine(directory, 40, *arguments, env=tcp) as (_, engine, root, keys, sources),
+        guards(directory, "c", arguments=arguments, env=tcp) as (c,),
         EngineClient(c, "engine-c") as silent,
     ):
         more_root, more = chain(80, "tenant")
         assert (more_root, more[:40]) == (root, keys)
         silent.deposit(more[40:], more[39], first=40)
+        # The way to the first is open and warm.
+        engine.fetch("contact", keys[:1], root, sources)
+        assert engine.load("contact", keys[:1]).statuses.tolist() == [OK]
+        engine.scheduler.finish("contact")
+        c_nixl = c.nixl_pid()
+        os.kill(c_nixl, signal.SIGSTOP)
         state = engine.scheduler.fetch(
             "r",
             first=0,
@@ -226,28 +230,26 @@ def test_blocks_reach_engine_memory_while_the_pull_goes_on(directory: Path) -> N
             keys=pack_keys(more),
             engine_hashes=np.zeros(80, np.uint64),
             sources=[*sources, Source(c.endpoint, 40, 40)],
-            deadline_ms=15_000,
+            deadline_ms=30_000,
         )
-        os.kill(c.pid, signal.SIGSTOP)
         engine.worker.submit_load(
             LoadSpec(
                 request_id="r",
                 first=0,
                 keys=pack_keys(keys),
                 block_ids=np.arange(40, dtype="<i4").tobytes(),
-                deadline_s=15.0,
+                deadline_s=30.0,
                 fetching=True,
                 fetch_first=0,
                 fetch_count=80,
             )
         )
         results: list[LoadResult] = []
-        wait_until(lambda: results.extend(engine.worker.take_loads()) or results)
+        until(lambda: results.extend(engine.worker.take_loads()) or results, "the load is over")
         engine.scheduler.poll()
         ended_first = not state.final
         assert set(results[0].statuses.tolist()) == {OK}
         assert all(engine.has(keys))
-        # The stopped guard has a second to answer, of which copying 40 blocks needs a fraction.
         assert ended_first
-        wait_until(lambda: engine.scheduler.poll() or state.final)
-        os.kill(c.pid, signal.SIGCONT)
+        until(lambda: engine.scheduler.poll() or state.final, "the fetch is over")
+        os.kill(c_nixl, signal.SIGCONT)

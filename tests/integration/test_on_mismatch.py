@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from engine_client import LAYOUT, GuardProcess, chain, content
+from waiting import PATIENCE_S
 
 from kvcr.api import BlockStatus, EngineConfig, HostBlockMemory, Kvcr, Layout
 from kvcr.errors import MustFail
@@ -140,7 +141,7 @@ def test_an_engine_that_comes_before_the_old_one_is_gone_is_not_failed(shm_dir: 
         assert store(old, memory, "third") == [BlockStatus.OK] * BLOCKS
         old.close()
         # It asks again by itself, and goes on warm.
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while not new.connected and time.monotonic() < deadline_s:
             new.poll()
             time.sleep(0.05)

@@ -8,12 +8,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_client import LAYOUT, EngineClient, GuardProcess, chain, guards, statuses
+from waiting import BUSY_S, until
 
 from kvcr.keys import BlockKey
 from kvcr.protocol.engine import BlockStatus, FetchProgress, Granted, Reserve, Source
@@ -69,21 +70,14 @@ def stopped(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def wait_until(true: Callable[[], bool], within_s: float = 15.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not come true"
-        time.sleep(0.05)
-
-
 def fetched_whole(target: EngineClient, keys: Sequence[BlockKey], root: bytes, sources: list[Source]) -> bool:
     number = time.monotonic_ns()
-    _, progress = target.fetch(f"try-{number}", keys, root, sources, deadline_ms=3000)
+    _, progress = target.fetch(f"try-{number}", keys, root, sources)
     return set(statuses(progress)) == {OK}
 
 
 def assert_slots_are_back(guard: GuardProcess) -> None:
-    wait_until(lambda: guard.metrics()[GRANTED] == guard.metrics()[QUARANTINED] == 0)
+    until(lambda: guard.metrics()[GRANTED] == guard.metrics()[QUARANTINED] == 0, "every slot is back")
 
 
 # --- a peer that pauses ------------------------------------------------------------------------------
@@ -100,16 +94,16 @@ def test_a_paused_peer_costs_one_deadline_is_skipped_and_used_again(
                 paused.enter_context(stopped(pid))
             started_s = time.monotonic()
             _, progress = target.fetch("first", wanted, root, sources, deadline_ms=1500)
-            assert time.monotonic() - started_s < 3.0
+            assert time.monotonic() - started_s < 1.5 + BUSY_S
             assert set(statuses(progress)[1:]) <= {BlockStatus.GONE, BlockStatus.TOO_SLOW}
             # From now on nobody waits for it, however much time there would be.
             for number in range(5):
                 started_s = time.monotonic()
-                _, progress = target.fetch(f"next-{number}", wanted, root, sources, deadline_ms=30_000)
-                assert time.monotonic() - started_s < 3.0
+                _, progress = target.fetch(f"next-{number}", wanted, root, sources, deadline_ms=60_000)
+                assert time.monotonic() - started_s < BUSY_S
                 assert set(statuses(progress)[1:]) == {BlockStatus.GONE}
         # Found out by a hello that waited at the peer: no pull has to try.
-        wait_until(lambda: fetched_whole(target, wanted, root, sources))
+        until(lambda: fetched_whole(target, wanted, root, sources), "the peer is used again")
         assert all(target.right(wanted))
         assert_slots_are_back(target.guard)
 
@@ -135,7 +129,7 @@ def test_over_tcp_nothing_lands_after_the_deadline(directory: Path) -> None:
         # The source answers the reads it has, if there is anybody to answer.
         time.sleep(2.0)
         assert (target.region.array[slots] == 0xA5).all()
-        wait_until(lambda: fetched_whole(target, keys, root, sources))
+        until(lambda: fetched_whole(target, keys, root, sources), "the peer is used again")
         assert (target.region.array[slots] == 0xA5).all()
 
 
@@ -151,15 +145,16 @@ def test_a_hung_nixl_process_blocks_nobody_and_is_replaced(
     with a_pair(directory, 200, ["--transport", "nixl"], env) as (_, target, root, keys, sources):
         hung = target.guard.nixl_pid()
         with stopped(hung):
-            target.start_fetch("r", keys, root, sources, deadline_ms=800)
-            for number in range(20):
-                started_s = time.monotonic()
-                other_root, others = chain(4, f"tenant-{number}")
+            target.start_fetch("r", keys, root, sources, deadline_ms=3000)
+            served = 0
+            while target.guard.children() == [hung]:
+                other_root, others = chain(4, f"tenant-{served}")
                 target.deposit(others, other_root)
-                assert time.monotonic() - started_s < 2.0
-                time.sleep(0.1)
-            wait_until(lambda: target.guard.children() != [hung])
-        wait_until(lambda: fetched_whole(target, keys, root, sources))
+                served += 1
+                time.sleep(0.2)
+            # Not only when the process was ended, 4 s after it hung.
+            assert served > 1
+        until(lambda: fetched_whole(target, keys, root, sources), "the peer is used again")
         assert all(target.right(keys))
         assert_slots_are_back(target.guard)
 
@@ -169,7 +164,10 @@ def test_a_killed_nixl_process_is_replaced_on_either_side(directory: Path) -> No
     with a_pair(directory, 100, ["--transport", "nixl"]) as (source, target, root, keys, sources):
         for side, stop in ((target, 40), (source, 70)):
             os.kill(side.guard.nixl_pid(), signal.SIGKILL)
-            wait_until(lambda stop=stop: fetched_whole(target, keys[:stop], root, sources))
+            until(
+                lambda stop=stop: fetched_whole(target, keys[:stop], root, sources),
+                "the peer is used again",
+            )
         assert all(target.right(keys[:70]))
         assert_slots_are_back(target.guard)
 
@@ -182,7 +180,10 @@ def test_the_nixl_process_ends_with_its_guard(directory: Path) -> None:
         source.guard.process.wait()
         target.guard.process.terminate()
         target.guard.process.wait()
-        wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in children))
+        until(
+            lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in children),
+            "the NIXL processes ended",
+        )
 
 
 def test_pulls_do_not_wait_for_each_other(directory: Path) -> None:

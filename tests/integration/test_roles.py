@@ -12,8 +12,9 @@ from pathlib import Path
 
 import nats
 import pytest
-from deployment import Deployment, eventually
+from deployment import Deployment
 from engine_client import EngineClient, chain
+from waiting import eventually
 
 from kvcr.graph import bootstrap, infra
 from kvcr.protocol.events import (
@@ -98,7 +99,7 @@ async def test_a_guard_tells_and_obeys_with_nothing_but_its_own_rights(secured: 
                 return False
             return True
 
-        await eventually(streams, "the guard makes its streams", 30)
+        await eventually(streams, "the guard makes its streams")
         root, keys = chain(3, "roles")
         with EngineClient(guard, "engine") as engine:
             engine.deposit(keys, root)

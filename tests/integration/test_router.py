@@ -31,8 +31,9 @@ from kvcr.protocol.events import (
     stream_name,
 )
 from router_hints.inventory import SILENT_S
-from tests.integration.router_stack import BLOCK, START_S, Part, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, Part, Stack, Worker, until
 from tests.integration.tiny_tokenizer import write_model
+from tests.integration.waiting import BUSY_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -262,7 +263,8 @@ def test_a_stream_passes_through_as_it_comes(scene: Scene) -> None:
             texts.append(chunk["choices"][0]["delta"].get("content") or "")
             if len(texts) >= 4:
                 break
-        assert time.monotonic() - begun < 5.0
+        # Ten tokens a second: all of them would take twenty.
+        assert time.monotonic() - begun < BUSY_S
     assert "".join(texts)
 
 
@@ -466,9 +468,7 @@ def test_the_router_waits_for_workers_and_stops_when_told(stack: Stack) -> None:
     until(lambda: "waits for workers" in router.log.read_text(), "the router waits", 60)
     time.sleep(1)
     assert router.process.poll() is None
-    begun = time.monotonic()
     assert router.stop() == 0
-    assert time.monotonic() - begun < 8
     stack.router()
     stack.worker("w0")
     stack.ready()
@@ -531,7 +531,7 @@ def test_a_router_that_starts_late_reads_snapshots(stack: Stack) -> None:
     until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the snapshot is indexed")
     assert other.tell()["asked"]["snapshot"] == 1
     rebuilt = until(lambda: stack.metrics()["kvcr_router_index_rebuild_seconds"], "the index is rebuilt")
-    assert 0 < rebuilt < START_S
+    assert 0 < rebuilt < PATIENCE_S
     assert stack.ask(prompt, nvext=_pin(worker))[0] == 200
     until(lambda: not worker.silent("request"), "w0 gets the request")
     # A guard that leaves takes its blocks with it.

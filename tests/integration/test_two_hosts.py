@@ -7,13 +7,13 @@ import contextlib
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from hosts import Host, RemoteEngine, RemoteGuard, two_hosts, why_not
+from waiting import until
 
 from kvcr.graph.infra import etcd_binary, nats_binary
 from kvcr.protocol.engine import BlockStatus
@@ -205,10 +205,7 @@ def test_the_steps_of_the_two_servers_page(hosts: Deployment, monkeypatch: pytes
         ):
             source.ask("deposit", count=20)
             ready = 'kvcr_peer_ready{peer="worker-a"}'
-            deadline_s = time.monotonic() + 60
-            while target.metrics().get(ready) != 1 and time.monotonic() < deadline_s:
-                time.sleep(0.2)
-            assert target.metrics()[ready] == 1
+            until(lambda: target.metrics().get(ready) == 1, "the guards find each other", every_s=0.2)
             fetched = target.ask("fetch", id="r", count=20, sources=[a.endpoint])
             assert (fetched["statuses"], target.ask("right", count=20)) == ([OK] * 20, 20)
             secret = ["--secret-file", str(data / "secret")]

@@ -20,6 +20,7 @@ import pytest
 import zmq
 from engine_client import COMPONENTS, LAYOUT, EngineClient, GuardProcess, chain, guards
 from peer_client import PeerClient
+from waiting import until
 
 from kvcr.guard.connection import MAX_CONNECTIONS as MAX_UNIX_CONNECTIONS
 from kvcr.keys import BlockKey, pack_keys
@@ -68,16 +69,14 @@ def refusals(guard: GuardProcess, code: str) -> float:
 
 
 def wait_refusals(guard: GuardProcess, code: str, count: int = 1) -> None:
-    deadline_s = time.monotonic() + 15
-    while refusals(guard, code) < count and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert refusals(guard, code) >= count
+    until(lambda: refusals(guard, code) >= count, f"{count} refusals as {code}")
 
 
 def answers(guard: GuardProcess, **secret: object) -> bool:
     """Whether a new connection is served."""
-    with PeerClient(guard.endpoint, **secret) as client:  # type: ignore[arg-type]
+    with PeerClient(guard.endpoint, **secret) as client, contextlib.suppress(zmq.Again):  # type: ignore[arg-type]
         return isinstance(client.ask(PeerHello(VERSION, 1, "router", 0, "")), PeerWelcome)
+    return False
 
 
 # --- much to ask -----------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_more_connections_than_a_guard_takes_do_not_stop_it(guard: GuardProcess)
     finally:
         for sock in opened:
             sock.close()
-    assert eventually(lambda: answers(guard))
+    until(lambda: answers(guard), "the guard answers")
 
 
 def test_the_unix_socket_takes_so_many_and_waits_for_none(guard: GuardProcess) -> None:
@@ -282,16 +281,6 @@ def connected(guard: GuardProcess) -> socket.socket:
 def resident_bytes(guard: GuardProcess) -> int:
     pages = int(Path(f"/proc/{guard.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def eventually(true: object, within_s: float = 30.0) -> bool:
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(zmq.Again):
-            if true():  # type: ignore[operator]
-                return True
-        time.sleep(0.2)
-    return False
 
 
 # --- the doctor on one host -------------------------------------------------------------------------

@@ -62,11 +62,12 @@ def test_time_to_first_token_ends_at_the_first_text_not_at_the_first_event() -> 
         choices=[],
         usage={"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}},
     )
-    lines = [(0.0, role), (0.2, piece("one ")), (0.2, piece("two")), (0.0, usage), (0.0, b"data: [DONE]\n\n")]
+    lines = [(0.0, role), (0.2, piece("one ")), (1.0, piece("two")), (0.0, usage), (0.0, b"data: [DONE]\n\n")]
     with serving(lines) as url:
         answer = ask(url, "m", MESSAGES, max_tokens=2)
     assert answer.text == "one two"
-    assert 0.2 <= answer.ttft_s < 0.38 <= answer.total_s
+    assert answer.ttft_s >= 0.2
+    assert answer.total_s - answer.ttft_s > 0.3
     assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (40, 32, 2)
     assert answer.request_id == "r1"
 
