@@ -300,15 +300,18 @@ class EngineClient:
             no_retain=no_retain,
             **more,
         )
-        first = self.receive_one_of(self.scheduler, FetchLease, FetchProgress)
-        if isinstance(first, FetchProgress):
-            # Over at once, and then without a lease.
-            assert first.final
-            kept = first.statuses.count(BlockStatus.OK)
-            return FetchLease(request_id, first.first, kept), first
-        progress = self.end_of_fetch()
-        assert progress.request_id == request_id
-        return first, progress
+        lease: FetchLease | None = None
+        while True:
+            # Blocks of one source may be here before another has answered.
+            message = self.receive_one_of(self.scheduler, FetchLease, FetchProgress)
+            if message.request_id != request_id:
+                continue
+            if isinstance(message, FetchLease):
+                lease = lease or message
+            elif message.final:
+                # Over at once, it is without a lease.
+                kept = message.statuses.count(BlockStatus.OK)
+                return lease or FetchLease(request_id, message.first, kept), message
 
     def end_of_fetch(self) -> FetchProgress:
         """How the fetch under way ends."""

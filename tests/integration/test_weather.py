@@ -19,6 +19,7 @@ import pytest
 from kvcr.dynamo.etcd import connect
 from kvcr.dynamo.records import guards_prefix
 from kvcr.graph.infra import free_port, start_etcd, start_nats
+from router_hints.http import MAX_WAIT_S
 from tests.integration.live import Live
 from tests.integration.router_stack import Stack, until
 from tests.integration.test_router import prompt_of
@@ -79,7 +80,7 @@ def works(live: Live, seed: str) -> None:
     """Sessions, index, signals and bytes: a turn on ``a``, and its blocks moved to ``b``."""
     tokens = live.ran(f"session {seed}", prompt_of(BLOCKS, seed), "a")
     with live.busy("a"):
-        reply = live.kv.next_turn(f"session {seed}", starts_in_s=3.0, wait_s=PATIENCE_S)
+        reply = live.kv.next_turn(f"session {seed}", starts_in_s=3.0, wait_s=MAX_WAIT_S)
     assert (reply.decision, reply.result, reply.guard) == ("prefetch", "done", "b"), reply
     assert all(live.b.has(tokens))
 
