@@ -141,6 +141,10 @@ class Connection:
                 count = self._receive_first() if self._fresh else self._sock.recv_into(_buffer, 0, _FLAGS)
             except (BlockingIOError, InterruptedError):
                 return
+            except ConnectionResetError:
+                # Said once, when the other end closed before it had read all we sent. What it sent before is
+                # still there, and then an end of file.
+                continue
             except OSError as error:
                 self._fail(error)
                 return
@@ -170,8 +174,13 @@ class Connection:
         return count
 
     def _fail(self, error: OSError) -> None:
-        if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-            log.warning("connection lost: %s", error)
+        if error.errno in (errno.EPIPE, errno.ECONNRESET):
+            # Nobody reads any more. What was sent to us is still read, and the end of file behind it closes.
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._loop.modify(self._fd, select.EPOLLIN)
+            return
+        log.warning("connection lost: %s", error)
         self.close()
 
 
