@@ -141,6 +141,7 @@ class SchedulerHandle:
         if session is not None and len(self._standing):
             slots, generations = self._standing.take(len(self._standing))
             send_return(self._link.send, session.welcome.epoch, slots, generations)
+        self._link.send(msg.Leaving())
         self._link.close()
 
     def _on_session(self, session: Session[PoolMapping]) -> None:

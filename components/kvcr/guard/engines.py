@@ -36,6 +36,7 @@ from kvcr.protocol.engine import (
     Granted,
     Hello,
     Holding,
+    Leaving,
     LoadBegin,
     LoadEnd,
     Pin,
@@ -197,6 +198,8 @@ class EngineServer:
                 self._holding(pool, message, member)
             case Alive():
                 pass
+            case Leaving():
+                member.leaving = True
             case Use():
                 if message.epoch == pool.epoch:
                     _require_keys(message.keys)

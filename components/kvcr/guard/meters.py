@@ -77,7 +77,9 @@ class Meters:
         self.evicted_blocks = counter("kvcr_evicted_blocks_total", "Blocks evicted.", ["reason"])
         self.pool_slots = gauge("kvcr_pool_slots", "Slots of the pool.", ["state"])
         self.state = gauge("kvcr_guard_state", "1 for the state the guard is in.", ["state"])
-        self.failovers = counter("kvcr_failovers_total", "Engines that died, by proof.")
+        self.failovers = counter(
+            "kvcr_failovers_total", "Engines that died: by proof, and without a word of leaving."
+        )
         self.failover_seconds = self.registry.histogram(
             "kvcr_failover_seconds", "From the first sign of an engine's death to ACTIVE."
         )

@@ -46,6 +46,8 @@ class Member:
     """When its last message came."""
     loads: dict[str, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]]] = field(default_factory=dict)
     """Slots leased for the loads of each request."""
+    leaving: bool = False
+    """It said that it ends in good order."""
 
     def send(self, message: ToEngine) -> None:
         self.connection.send(to_engine.encode(message))
@@ -75,6 +77,8 @@ class Seat:
         self._suspected_s = 0.0
         self._fenced = False
         self._killed = False
+        self._scheduler_lost = False
+        """The scheduler hung up without a word. It holds no writer lock that would tell."""
 
     def found(self, pool: Pool) -> None:
         """A pool of before this guard's start: whoever was writing to it may still be."""
@@ -120,6 +124,7 @@ class Seat:
             if self.state is not GuardState.EMPTY:
                 pool.raise_epoch()
             self.engine_id = engine_id
+            self._scheduler_lost = False
             self.pids = ()
             self.processes.clear()
         elif self.state is GuardState.ACTIVE:
@@ -127,6 +132,8 @@ class Seat:
             pool.raise_epoch()
         self.namespace = namespace
         self.members.append(member)
+        if member.role is Role.SCHEDULER:
+            self._scheduler_lost = False
         self.pids = tuple(sorted({*self.pids, member.pid}))
         self._enter(GuardState.STANDBY)
 
@@ -138,6 +145,8 @@ class Seat:
                 if pool is not None:
                     pool.unlease(slots, generations)
         member.loads.clear()
+        if member.role is Role.SCHEDULER and not any(m.role is Role.SCHEDULER for m in self.members):
+            self._scheduler_lost = not member.leaving
         if not self.members:
             self._enter(GuardState.CHECKING)
             self.check(pool)
@@ -208,14 +217,14 @@ class Seat:
         if locks is None:
             return
         epoch = pool.raise_epoch()
-        died = bool(locks)
+        # Ranks that left in good order removed their lock files, also when their scheduler was killed.
+        died = bool(locks) or self._scheduler_lost
         count = self._bury(pool, self.engine_id, locks)
         if count is None:
             return
         log.info("engine %s is dead: epoch %d, %d granted slots reclaimed", self.engine_id, epoch, count)
         self.processes.clear()
         if died:
-            # An engine that left in good order removed its lock files.
             self._meters.failovers.inc()
             self._meters.failover_seconds.observe(time.monotonic() - self._suspected_s)
         self._enter(GuardState.ACTIVE)

@@ -345,6 +345,10 @@ class Alive(Message, frozen=True):
     """Worker to guard, every ``heartbeat_s`` of the Welcome: this process still runs."""
 
 
+class Leaving(Message, frozen=True):
+    """Scheduler to guard, last of all: this engine ends in good order. One that hangs up without it died."""
+
+
 ToGuard = (
     Hello
     | Reserve
@@ -362,6 +366,7 @@ ToGuard = (
     | Act
     | DroppedG1
     | Taken
+    | Leaving
 )
 ToEngine = Welcome | Rejected | Granted | Committed | FetchLease | FetchProgress | DropG1 | Handed
 
