@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import nats
 from nats.aio.client import Client
@@ -16,6 +16,7 @@ from kvcr.dynamo.nats_options import nats_options
 
 log = logging.getLogger(__name__)
 
+Headed = Callable[[bytes, Mapping[str, str]], None]
 Answer = Callable[[bytes, dict[str, str]], Awaitable[bytes]]
 
 _RECONNECT_S = 1.0
@@ -32,7 +33,7 @@ class Bus:
         self._name = name
         self._on_dropped = on_dropped
         self._client: Client | None = None
-        self._wanted: list[tuple[str, Callable[[bytes], None]]] = []
+        self._wanted: list[tuple[str, Headed]] = []
         self._on_connect: list[Callable[[Client], Awaitable[None]]] = []
         self._answering: list[tuple[str, str, Answer]] = []
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTBOX)
@@ -45,6 +46,10 @@ class Bus:
 
         The callback must not block; an exception in it is logged and costs that message.
         """
+        self.subscribe_headed(subject, lambda payload, _: callback(payload))
+
+    def subscribe_headed(self, subject: str, callback: Headed) -> None:
+        """:meth:`subscribe`, for a callback that takes the message's headers too."""
         self._wanted.append((subject, callback))
 
     def answer(self, subject: str, answer: Answer, queue: str = "") -> None:
@@ -179,10 +184,10 @@ class Bus:
         self._down = True
 
 
-def _handler(subject: str, callback: Callable[[bytes], None]) -> Callable[[Msg], Awaitable[None]]:
+def _handler(subject: str, callback: Headed) -> Callable[[Msg], Awaitable[None]]:
     async def handle(message: Msg) -> None:
         try:
-            callback(message.data)
+            callback(message.data, message.headers or {})
         except Exception:
             # nats-py ends the subscription's task on an exception, which would deafen us for good.
             log.exception("message of %d bytes on %s", len(message.data), subject)

@@ -85,7 +85,9 @@ class RouterComponent:
             on_batch=self._locations.inventory,
             on_snapshot=self._locations.snapshot,
         )
-        self._failovers = Failovers(settings.namespace, self._workers, self._guards, self._metrics)
+        self._failovers = Failovers(
+            settings.namespace, self._workers, self._guards, self._metrics, settings.secret
+        )
         self._bus.on_connect(self._failovers.catch_up)
         self._placement: Placement | None = None
         self._agents = Agents(
@@ -195,7 +197,7 @@ class RouterComponent:
     def _subscribe(self) -> None:
         place = (self._settings.namespace, self._settings.worker_component, self._settings.worker_endpoint)
         self._bus.subscribe(f"kvcr.v1.{self._settings.namespace}.inventory.>", self._inventory.received)
-        self._bus.subscribe(state_subject(self._settings.namespace, ">"), self._failovers.received)
+        self._bus.subscribe_headed(state_subject(self._settings.namespace, ">"), self._failovers.received)
         self._bus.subscribe(kv_metrics_subject(*place), self._load_reports)
         self._bus.subscribe(kv_events_subject(*place), self._kv_events)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import nats
@@ -18,6 +19,7 @@ from nats.aio.client import Client
 
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import StateChange, event, state_subject, stream_name
+from kvcr.protocol.signatures import HEADER, STATE_CHANGE, is_signed
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.metrics import Metrics
 from router_hints.workers import WorkerTable
@@ -42,8 +44,16 @@ class Failovers:
     """State of every guard's engine. One event loop."""
 
     def __init__(
-        self, namespace: str, workers: WorkerTable, guards: GuardDirectory, metrics: Metrics
+        self,
+        namespace: str,
+        workers: WorkerTable,
+        guards: GuardDirectory,
+        metrics: Metrics,
+        secret: bytes | None = None,
     ) -> None:
+        """With a ``secret``, changes that are not signed with it are not believed."""
+        self._secret = secret
+        self._warned = False
         self._namespace = namespace
         self._workers = workers
         self._guards = guards
@@ -59,13 +69,26 @@ class Failovers:
         standing = self._standing.get(guard)
         return standing.state if standing is not None else ""
 
-    def received(self, raw: bytes) -> None:
+    def received(self, raw: bytes, headers: Mapping[str, str]) -> None:
         """One message of the state subjects. Raises ProtocolError."""
         change = event.decode(raw)
         if not isinstance(change, StateChange):
             raise ProtocolError(f"{type(change).__name__} on a state subject")
+        subject = state_subject(self._namespace, change.guard)
+        if not is_signed(STATE_CHANGE, subject, raw, headers.get(HEADER, ""), self._secret):
+            self._metrics.state_changes.labels("unsigned").inc()
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "a change of state of guard %s is %s and not believed, nor are others like it; give all "
+                    "guards and routers the same secret file, or find out who else writes to %s",
+                    change.guard,
+                    "signed with another secret" if HEADER in headers else "not signed",
+                    subject,
+                )
+            return
         guard = self._guards.get(change.guard)
-        # Events are not signed; records are. Of a guard that has none, nothing is believed.
+        # Of a guard that has no record, nothing is believed.
         if guard is None or change.incarnation < guard.incarnation:
             self._metrics.state_changes.labels("ignored").inc()
             return
@@ -108,7 +131,7 @@ class Failovers:
                 last = await jetstream.get_last_msg(
                     stream_name(self._namespace, "state"), state_subject(self._namespace, guard.name)
                 )
-                self.received(last.data or b"")
+                self.received(last.data or b"", last.headers or {})
             except nats.js.errors.NotFoundError:
                 continue
             except (nats.errors.Error, ProtocolError, TimeoutError, OSError) as error:

@@ -113,7 +113,8 @@ class Metrics:
         )
         self.state_changes = Counter(
             "kvcr_router_state_changes_total",
-            "Changes of state heard from guards, by the new state; ignored: of a guard without a record",
+            "Changes of state heard from guards, by the new state. ignored: of a guard without a record; "
+            "unsigned: not signed with the deployment's secret",
             ["state"],
             registry=registry,
         )

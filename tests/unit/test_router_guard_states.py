@@ -47,7 +47,7 @@ class Known:
         self.failovers.recorded(guard)
 
     def hear(self, **fields: Any) -> None:
-        self.failovers.received(event.encode(msgspec.structs.replace(CHANGE, **fields)))
+        self.failovers.received(event.encode(msgspec.structs.replace(CHANGE, **fields)), {})
 
     def ready(self) -> list[int]:
         return [card.worker_id for card in self.workers.ready([WORKER, SUCCESSOR, 99], float("inf"))]
@@ -113,6 +113,6 @@ def test_a_mark_of_death_ends_with_the_lease(known: Known) -> None:
 
 def test_what_is_no_change_of_state_is_refused(known: Known) -> None:
     with pytest.raises(ProtocolError):
-        known.failovers.received(event.encode(Heartbeat("g0", 5, 1, 0, 0)))
+        known.failovers.received(event.encode(Heartbeat("g0", 5, 1, 0, 0)), {})
     with pytest.raises(ProtocolError):
-        known.failovers.received(b"junk")
+        known.failovers.received(b"junk", {})

@@ -85,6 +85,7 @@ class ClusterThread:
         self._states = StatePublisher(
             view.namespace,
             view.name,
+            view.secret,
             lambda: self._publisher.connection,
             registry.counter("kvcr_failover_events_published_total", "Changes of state published."),
             registry.counter(

@@ -8,21 +8,19 @@ no lease. While etcd is away nothing waits for it.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from kvcr.dynamo.etcd import EtcdClient
+from kvcr.protocol.signatures import EPOCH_RECORD, is_signed, sign
 
 log = logging.getLogger(__name__)
 
 MAX_EPOCH = 1 << 53
 """What JSON readers tell apart. Nobody gets there by dying."""
 ATTEMPTS = 8
-_DOMAIN = b"kvcr epoch record v1\n"
 
 
 class EpochRecord(msgspec.Struct, frozen=True):
@@ -53,7 +51,7 @@ def epoch_key(namespace: str, guard: str) -> str:
 def encode(key: str, record: EpochRecord, secret: bytes | None) -> bytes:
     """The value to store under ``key``."""
     raw = _encoder.encode(record)
-    return _encoder.encode(_Signed(msgspec.Raw(raw), _sign(key, raw, secret) if secret else ""))
+    return _encoder.encode(_Signed(msgspec.Raw(raw), sign(EPOCH_RECORD, key, raw, secret)))
 
 
 def decode(key: str, value: bytes, secret: bytes | None) -> EpochRecord | None:
@@ -61,7 +59,7 @@ def decode(key: str, value: bytes, secret: bytes | None) -> EpochRecord | None:
     try:
         signed = _signed_decoder.decode(value)
         raw = bytes(signed.record)
-        if secret and not hmac.compare_digest(signed.signature.encode(), _sign(key, raw, secret).encode()):
+        if not is_signed(EPOCH_RECORD, key, raw, signed.signature, secret):
             return None
         record = _record_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -72,10 +70,6 @@ def decode(key: str, value: bytes, secret: bytes | None) -> EpochRecord | None:
 def _is_past(there: EpochRecord, ours: EpochRecord) -> bool:
     """Whether what etcd remembers is of another pool, or of a later time, that ours has not gone beyond."""
     return there.epoch > ours.epoch or (there.pool != ours.pool and there.epoch == ours.epoch)
-
-
-def _sign(key: str, raw: bytes, secret: bytes) -> str:
-    return hmac.new(secret, _DOMAIN + key.encode() + b"\n" + raw, hashlib.sha256).hexdigest()
 
 
 class EpochMirror:

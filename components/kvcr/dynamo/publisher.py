@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 
 import nats
 from nats.aio.client import Client
 
 from kvcr.dynamo.nats_options import nats_options
+from kvcr.dynamo.outbox import Outbox
 from kvcr.errors import ProtocolError
 from kvcr.metrics import Counter
 from kvcr.protocol.events import Heartbeat, Inventory, event, inventory_subject
@@ -35,9 +35,7 @@ class Publisher:
         self._guard = guard
         self._published = published
         self._dropped = dropped
-        self._waiting: deque[Inventory] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = asyncio.Event()
+        self._waiting: Outbox[Inventory] = Outbox(MAX_WAITING, dropped)
         self._order = asyncio.Lock()
         self._connection: Client | None = None
         self._reported = ""
@@ -53,38 +51,22 @@ class Publisher:
 
     def offer(self, batch: Inventory) -> None:
         """Take a batch without waiting, and without ever raising: the authority thread calls this."""
-        self._waiting.append(batch)
-        if len(self._waiting) > MAX_WAITING:
-            # The loop may have taken them all in this moment.
-            with contextlib.suppress(IndexError):
-                self._waiting.popleft()
-                self._dropped.inc()
-        loop = self._loop
-        if loop is not None:
-            # The loop is closed while a thread that ended with an error is started again.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._wake.set)
+        self._waiting.offer(batch)
 
     async def run(self) -> None:
         """Publish what is offered, until cancelled. While NATS is away, batches are dropped."""
-        self._loop = asyncio.get_running_loop()
-        self._wake, self._order = asyncio.Event(), asyncio.Lock()
-        # Batches may have come while there was no loop to wake.
-        self._wake.set()
-        try:
-            connecting = self._loop.create_task(self._connect())
+        self._order = asyncio.Lock()
+        with self._waiting.opened():
+            connecting = asyncio.get_running_loop().create_task(self._connect())
             try:
                 while True:
-                    await self._wake.wait()
-                    self._wake.clear()
+                    await self._waiting.wait()
                     await self._drain()
             finally:
                 connecting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await connecting
-        finally:
-            self._loop = None
-            await self._close()
+                await self._close()
 
     async def heartbeat(self, beat: Heartbeat) -> None:
         """Publish ``beat`` behind every batch that it counts. Dropped while NATS is away."""
@@ -95,8 +77,8 @@ class Publisher:
 
     async def _drain(self) -> None:
         async with self._order:
-            while self._waiting:
-                batch = self._waiting.popleft()
+            while (batch := self._waiting.first()) is not None:
+                self._waiting.take(batch)
                 if await self._publish(batch):
                     self._published.inc()
                 else:

@@ -7,19 +7,15 @@ engines read KV from a process of theirs. Without a secret (loopback only) recor
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 import msgspec
 
 from kvcr.config import PeerRecord
 from kvcr.errors import KvcrError, ProtocolError
 from kvcr.layout import Layout
+from kvcr.protocol.signatures import INSTANCE_RECORD, is_signed, sign
 
 VERSION = 1
 MAX_RECORD_BYTES = 64 * 1024
-_DOMAIN = b"kvcr instance record v1\n"
-"""What is signed starts with this, so that the signature is of use nowhere else."""
 
 
 class BadSignature(KvcrError):
@@ -105,7 +101,7 @@ def encode(record: InstanceRecord, secret: bytes | None) -> bytes:
     """The value to store under :func:`record_key`; the same record and secret give the same bytes."""
     raw = _encoder.encode(record)
     key = record_key(record.namespace, record.name)
-    return _encoder.encode(_Signed(msgspec.Raw(raw), _sign(key, raw, secret) if secret else ""))
+    return _encoder.encode(_Signed(msgspec.Raw(raw), sign(INSTANCE_RECORD, key, raw, secret)))
 
 
 def decode(key: str, value: bytes, secret: bytes | None) -> InstanceRecord:
@@ -121,7 +117,7 @@ def decode(key: str, value: bytes, secret: bytes | None) -> InstanceRecord:
         signed = _signed_decoder.decode(value)
         raw = bytes(signed.record)
         # Verified before it is decoded any further.
-        if secret and not hmac.compare_digest(signed.signature.encode(), _sign(key, raw, secret).encode()):
+        if not is_signed(INSTANCE_RECORD, key, raw, signed.signature, secret):
             raise BadSignature(
                 f"record {key} is {'signed with another secret' if signed.signature else 'not signed'}; "
                 "give every guard and router of the deployment the same secret file"
@@ -134,7 +130,3 @@ def decode(key: str, value: bytes, secret: bytes | None) -> InstanceRecord:
     if record_key(record.namespace, record.name) != key:
         raise ProtocolError(f"record {key} names {record.namespace}/{record.name}")
     return record
-
-
-def _sign(key: str, raw: bytes, secret: bytes) -> str:
-    return hmac.new(secret, _DOMAIN + key.encode() + b"\n" + raw, hashlib.sha256).hexdigest()

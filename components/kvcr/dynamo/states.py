@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 
 import nats
@@ -14,8 +12,10 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 
+from kvcr.dynamo.outbox import Outbox
 from kvcr.metrics import Counter
 from kvcr.protocol.events import StateChange, event, state_subject, stream_name
+from kvcr.protocol.signatures import HEADER, STATE_CHANGE, sign
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +38,19 @@ class StatePublisher:
         self,
         namespace: str,
         guard: str,
+        secret: bytes | None,
         connection: Callable[[], Client | None],
         published: Counter,
         dropped: Counter,
     ) -> None:
-        """``connection`` gives a live connection to NATS, or None."""
+        """``connection`` gives a live connection to NATS, or None. With a ``secret`` changes are signed."""
+        self._secret = secret
         self._subject = state_subject(namespace, guard)
         self._subjects = state_subject(namespace, ">")
         self._stream = stream_name(namespace, "state")
         self._connection = connection
         self._published = published
-        self._dropped = dropped
-        self._waiting: deque[StateChange] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = asyncio.Event()
+        self._waiting: Outbox[StateChange] = Outbox(MAX_WAITING, dropped)
         self._ready_for: tuple[int, int] | None = None
         """Connection, and how often it was made again, on which the stream was seen."""
         self._kept = False
@@ -64,43 +63,29 @@ class StatePublisher:
 
     def offer(self, change: StateChange) -> None:
         """Take a change without waiting, and without ever raising: the authority thread calls this."""
-        self._waiting.append(change)
-        if len(self._waiting) > MAX_WAITING:
-            with contextlib.suppress(IndexError):
-                self._waiting.popleft()
-                self._dropped.inc()
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._wake.set)
+        self._waiting.offer(change)
 
     async def run(self) -> None:
         """Publish what is offered, one after the other, until cancelled; a lost connection loses none."""
-        self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
-        self._wake.set()
-        try:
+        with self._waiting.opened():
             while True:
-                await self._wake.wait()
-                self._wake.clear()
-                while self._waiting:
-                    change = self._waiting[0]
+                await self._waiting.wait()
+                while (change := self._waiting.first()) is not None:
                     if not await self._publish(change):
                         await asyncio.sleep(RETRY_S)
                         continue
-                    # It may have been dropped meanwhile, as too many came behind it.
-                    if self._waiting and self._waiting[0] is change:
-                        self._waiting.popleft()
+                    self._waiting.take(change)
                     self._published.inc()
-        finally:
-            self._loop = None
 
     async def _publish(self, change: StateChange) -> bool:
         client = self._connection()
         if client is None:
             return False
+        raw = event.encode(change)
         # The server drops a change that was stored and whose acknowledgement was lost.
-        once = {"Nats-Msg-Id": f"{change.guard}-{change.incarnation}-{change.epoch}-{change.unix_s}"}
+        headers = {"Nats-Msg-Id": f"{change.guard}-{change.incarnation}-{change.epoch}-{change.unix_s}"}
+        if self._secret is not None:
+            headers[HEADER] = sign(STATE_CHANGE, self._subject, raw, self._secret)
         try:
             # A publish without a stream is only told apart from a slow server where nobody subscribes.
             connection = (id(client), client.stats["reconnects"])
@@ -108,11 +93,10 @@ class StatePublisher:
                 self._kept = await self._make_stream(client)
                 self._ready_for = connection
             if self._kept:
-                await client.jetstream(timeout=ACKNOWLEDGED_S).publish(
-                    self._subject, event.encode(change), headers=once
-                )
+                jetstream = client.jetstream(timeout=ACKNOWLEDGED_S)
+                await jetstream.publish(self._subject, raw, headers=headers)
             else:
-                await client.publish(self._subject, event.encode(change))
+                await client.publish(self._subject, raw, headers=headers)
         except (nats.errors.Error, TimeoutError, OSError) as error:
             # The stream may be gone, with the disk of its server.
             self._ready_for = None
