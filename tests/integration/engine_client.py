@@ -417,3 +417,28 @@ def guards(
             for name in names
         ]
         yield [guard.wait_ready() for guard in started]
+
+
+@contextlib.contextmanager
+def a_pair(
+    directory: Path,
+    count: int,
+    arguments: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    *,
+    contact: bool = False,
+) -> Iterator[tuple[EngineClient, EngineClient, bytes, list[BlockKey], list[Source]]]:
+    """Two guards with an engine each, and ``count`` blocks stored at the first. ``contact``: one of them is
+    pulled already."""
+    with (
+        guards(directory, "a", "b", arguments=arguments, env=env) as (a, b),
+        EngineClient(a, "engine-a") as source,
+        EngineClient(b, "engine-b") as target,
+    ):
+        root, keys = chain(count, "tenant")
+        source.deposit(keys, root)
+        sources = [Source(a.endpoint, 0, count)]
+        if contact:
+            pulled = target.fetch("contact", keys[:1], root, sources, deadline_ms=20_000)[1]
+            assert statuses(pulled) == [BlockStatus.OK]
+        yield source, target, root, keys, sources

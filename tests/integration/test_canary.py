@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +31,6 @@ from kvcr.transfer import nixl
 
 needs_nixl = pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
 SLOTS = 64
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
 
 
 @contextlib.contextmanager

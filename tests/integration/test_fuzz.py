@@ -14,11 +14,10 @@ import os
 import pickle
 import random
 import socket
-import tempfile
 import threading
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,12 +246,6 @@ def feed_tcp(endpoint: str, junk: Junk) -> Callable[[], None]:
             staying.pop(junk.random.randrange(100)).close()
 
     return feed
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
 
 
 def test_a_minute_of_junk_on_every_port(directory: Path) -> None:

@@ -11,10 +11,9 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ from engine_client import (
     LAYOUT,
     EngineClient,
     GuardProcess,
+    a_pair,
     assert_available,
     chain,
     guards,
@@ -79,27 +79,6 @@ BLOCK_BYTES = LAYOUT.part_bytes
 TCP = {"UCX_TLS": "tcp,self"}
 
 needs_nixl = pytest.mark.skipif(bool(nixl.import_error()), reason=nixl.import_error())
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
-
-
-@contextlib.contextmanager
-def a_pair(
-    directory: Path, count: int, arguments: Sequence[str] = (), env: dict[str, str] | None = None
-) -> Iterator[tuple[EngineClient, EngineClient, bytes, list[BlockKey], list[Source]]]:
-    """Two guards with an engine each, and ``count`` blocks stored at the first."""
-    with (
-        guards(directory, "a", "b", arguments=arguments, env=env) as (a, b),
-        EngineClient(a, "engine-a") as source,
-        EngineClient(b, "engine-b") as target,
-    ):
-        root, keys = chain(count, "tenant")
-        source.deposit(keys, root)
-        yield source, target, root, keys, [Source(a.endpoint, 0, count)]
 
 
 def assert_counters_agree(source: GuardProcess, target: GuardProcess, transport: str, blocks: int) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,12 +76,6 @@ class Engine:
             bool((self.memory[index] == content(key, LAYOUT.part_bytes)).all())
             for index, key in enumerate(keys)
         ]
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
 
 
 @contextlib.contextmanager

@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_client import LAYOUT, EngineClient, GuardProcess, chain, guards, statuses
+from engine_client import LAYOUT, EngineClient, GuardProcess, a_pair, chain, guards, statuses
 from waiting import BUSY_S, until
 
 from kvcr.keys import BlockKey
@@ -35,29 +34,6 @@ every_transport = pytest.mark.parametrize(
     ],
     ids=["shm", "cma", "tcp"],
 )
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
-
-
-@contextlib.contextmanager
-def a_pair(
-    directory: Path, count: int, arguments: Sequence[str] = (), env: dict[str, str] | None = None
-) -> Iterator[tuple[EngineClient, EngineClient, bytes, list[BlockKey], list[Source]]]:
-    """Two guards with an engine each, ``count`` blocks stored at the first, one of them pulled already."""
-    with (
-        guards(directory, "a", "b", arguments=arguments, env=env) as (a, b),
-        EngineClient(a, "engine-a") as source,
-        EngineClient(b, "engine-b") as target,
-    ):
-        root, keys = chain(count, "tenant")
-        source.deposit(keys, root)
-        sources = [Source(a.endpoint, 0, count)]
-        assert statuses(target.fetch("contact", keys[:1], root, sources)[1]) == [OK]
-        yield source, target, root, keys, sources
 
 
 @contextlib.contextmanager
@@ -87,7 +63,13 @@ def assert_slots_are_back(guard: GuardProcess) -> None:
 def test_a_paused_peer_costs_one_deadline_is_skipped_and_used_again(
     directory: Path, transport: str, env: dict[str, str] | None
 ) -> None:
-    with a_pair(directory, 40, ["--transport", transport], env) as (source, target, root, keys, sources):
+    with a_pair(directory, 40, ["--transport", transport], env, contact=True) as (
+        source,
+        target,
+        root,
+        keys,
+        sources,
+    ):
         wanted = keys[:30]
         with contextlib.ExitStack() as paused:
             for pid in (source.guard.pid, *source.guard.children()):
@@ -111,7 +93,13 @@ def test_a_paused_peer_costs_one_deadline_is_skipped_and_used_again(
 @needs_nixl
 def test_over_tcp_nothing_lands_after_the_deadline(directory: Path) -> None:
     """The source's NIXL process is stopped with our reads in its queue, and goes on after we gave up."""
-    with a_pair(directory, 200, ["--transport", "nixl"], TCP) as (source, target, root, keys, sources):
+    with a_pair(directory, 200, ["--transport", "nixl"], TCP, contact=True) as (
+        source,
+        target,
+        root,
+        keys,
+        sources,
+    ):
         with stopped(source.guard.nixl_pid()):
             _, progress = target.fetch("r", keys, root, sources, deadline_ms=1200)
             assert set(statuses(progress)[1:]) <= {BlockStatus.TOO_SLOW, BlockStatus.GONE}
@@ -142,7 +130,13 @@ def test_a_hung_nixl_process_blocks_nobody_and_is_replaced(
     directory: Path, env: dict[str, str] | None
 ) -> None:
     """As if destroying an agent hung, with Python's lock held: nothing in that process goes on."""
-    with a_pair(directory, 200, ["--transport", "nixl"], env) as (_, target, root, keys, sources):
+    with a_pair(directory, 200, ["--transport", "nixl"], env, contact=True) as (
+        _,
+        target,
+        root,
+        keys,
+        sources,
+    ):
         hung = target.guard.nixl_pid()
         with stopped(hung):
             target.start_fetch("r", keys, root, sources, deadline_ms=3000)
@@ -161,7 +155,13 @@ def test_a_hung_nixl_process_blocks_nobody_and_is_replaced(
 
 @needs_nixl
 def test_a_killed_nixl_process_is_replaced_on_either_side(directory: Path) -> None:
-    with a_pair(directory, 100, ["--transport", "nixl"]) as (source, target, root, keys, sources):
+    with a_pair(directory, 100, ["--transport", "nixl"], contact=True) as (
+        source,
+        target,
+        root,
+        keys,
+        sources,
+    ):
         for side, stop in ((target, 40), (source, 70)):
             os.kill(side.guard.nixl_pid(), signal.SIGKILL)
             until(
@@ -174,7 +174,7 @@ def test_a_killed_nixl_process_is_replaced_on_either_side(directory: Path) -> No
 
 @needs_nixl
 def test_the_nixl_process_ends_with_its_guard(directory: Path) -> None:
-    with a_pair(directory, 4, ["--transport", "nixl"]) as (source, target, *_):
+    with a_pair(directory, 4, ["--transport", "nixl"], contact=True) as (source, target, *_):
         children = [source.guard.nixl_pid(), target.guard.nixl_pid()]
         source.guard.process.kill()
         source.guard.process.wait()

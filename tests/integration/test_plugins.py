@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,6 @@ from kvcr.protocol.engine import BlockStatus, Source
 from kvcr.transfer import nixl
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
 
 
 def install(

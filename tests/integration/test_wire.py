@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +39,6 @@ from kvcr.protocol.peer import (
 from kvcr.transfer import nixl
 
 SECRET = b"what all of the deployment know"
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcr-test-") as path:
-        yield Path(path)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
@@ -54,45 +53,51 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _mode(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    from kvcr.dynamo.polling import poll
+
     if arguments.mode is not None:
         await fleet.order_mode(arguments.mode)
-    deadline_s = time.monotonic() + _SEEN_S
-    while True:
-        routers = await fleet.routers()
-        behind = [r for r in routers if arguments.mode is not None and r["mode"] != arguments.mode]
-        if not behind or time.monotonic() > deadline_s:
-            break
-        await asyncio.sleep(0.1)
+    routers: list[dict[str, Any]] = []
+
+    async def obeyed() -> bool:
+        routers[:] = await fleet.routers()
+        return arguments.mode is None or all(router["mode"] == arguments.mode for router in routers)
+
+    done = await poll(obeyed, _SEEN_S)
     if arguments.json:
         print(json.dumps({router["router"]: router["mode"] for router in routers}))
     else:
         print(table(("ROUTER", "MODE"), [(router["router"], router["mode"]) for router in routers]))
     if not routers:
         raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
-    return 1 if behind else 0
+    return 0 if done else 1
 
 
 async def _drain(fleet: Fleet, arguments: argparse.Namespace) -> int:
+    from kvcr.dynamo.polling import poll
+
     routers = await fleet.routers()
     if not routers:
         raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
     worker = _find(routers, arguments.worker)
     await fleet.order_drain(int(worker, 16), not arguments.undo)
-    deadline_s = time.monotonic() + (_SEEN_S if arguments.undo else max(_SEEN_S, arguments.wait_s))
-    said = -1
-    while True:
+    left = said = -1
+
+    async def drained() -> bool:
+        nonlocal left, said
         states = [
             router["workers"][worker] for router in await fleet.routers() if worker in router["workers"]
         ]
         left = sum(state["requests"] for state in states)
         obeyed = all(state["draining"] != arguments.undo for state in states)
-        done = obeyed and (arguments.undo or arguments.wait_s == 0 or left == 0)
-        if not arguments.json and not arguments.undo and left != said and not done:
+        if obeyed and (arguments.undo or arguments.wait_s == 0 or left == 0):
+            return True
+        if not arguments.json and not arguments.undo and left != said:
             print(f"worker {worker}: {left} requests left", file=sys.stderr, flush=True)
             said = left
-        if done or time.monotonic() > deadline_s:
-            break
-        await asyncio.sleep(0.2)
+        return False
+
+    done = await poll(drained, _SEEN_S if arguments.undo else max(_SEEN_S, arguments.wait_s))
     if arguments.json:
         print(json.dumps({"worker": worker, "draining": not arguments.undo, "requests": left}))
     elif arguments.undo:

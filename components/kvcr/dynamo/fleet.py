@@ -14,6 +14,7 @@ from typing import Any
 from kvcr.dynamo.component import COMPONENT, prepare_environment
 from kvcr.dynamo.etcd import EtcdClient, connect, tls_from_environment
 from kvcr.dynamo.orders import drain_key, mode_key
+from kvcr.dynamo.polling import poll
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
 
@@ -80,8 +81,7 @@ class Fleet:
         client = await self._client(endpoint)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                while record.lease_id not in client.instance_ids():
-                    await asyncio.sleep(0.05)
+                await poll(lambda: record.lease_id in client.instance_ids())
                 stream = await client.direct(request or {}, record.lease_id, annotated=False)
                 answers = [answer async for answer in stream]
         except TimeoutError as error:
@@ -110,10 +110,7 @@ class Fleet:
     async def routers(self) -> list[dict[str, Any]]:
         """What every router says of itself; those that do not answer are left out."""
         client = await self._client("status", ROUTER)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                while not client.instance_ids():
-                    await asyncio.sleep(0.05)
+        await poll(client.instance_ids, ANSWER_TIMEOUT_S)
         answers = []
         for instance in sorted(client.instance_ids()):
             try:
