@@ -419,8 +419,9 @@ FLEET: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Links",
             units.Short,
-            (("{{instance}} to {{peer}}", "max by (instance, peer) (kvcr_peer_ready)"),),
-            "1: a canary block was read from the peer and verified.",
+            (("", "max by (instance, peer) (kvcr_peer_ready)"),),
+            "1: a canary block was read from the peer and verified. 0: no plan copies over it.",
+            kind="matrix",
             span=12,
         ),
     ),

@@ -56,6 +56,7 @@ class GuardDirectory:
         self._by_endpoint: dict[str, Guard] = {}
         self._holders: dict[str, Holder] = {}
         self._topology = Topology({}, domain_required)
+        self._unready: dict[str, tuple[str, ...]] = {}
 
     def put(self, guard: Guard) -> None:
         """A guard registered, or its record changed."""
@@ -65,8 +66,15 @@ class GuardDirectory:
     def drop(self, name: str) -> Guard | None:
         """Its record is gone. Returns what was known."""
         gone = self._guards.pop(name, None)
+        self._unready.pop(name, None)
         self._derive()
         return gone
+
+    def heard_unready(self, name: str, sources: tuple[str, ...]) -> None:
+        """A guard said which of the others it cannot read from."""
+        if name in self._guards and self._unready.get(name, ()) != sources:
+            self._unready[name] = sources
+            self._derive()
 
     def get(self, name: str) -> Guard | None:
         return self._guards.get(name)
@@ -92,7 +100,9 @@ class GuardDirectory:
         guards = self._guards.values()
         self._by_endpoint = {guard.endpoint: guard for guard in guards}
         self._topology = Topology(
-            {g.name: Place(g.boot_id, g.rdma_domain, g.zone, g.host) for g in guards}, self._required
+            {g.name: Place(g.boot_id, g.rdma_domain, g.zone, g.host) for g in guards},
+            self._required,
+            {name: sources for name, sources in self._unready.items() if sources},
         )
         self._holders = {
             guard.name: Holder(

@@ -164,6 +164,8 @@ class InventoryClient:
         self._heard.pop(name, None)
         self._counts.pop(name, None)
         self._slots.pop(name, None)
+        with contextlib.suppress(KeyError):
+            self._metrics.unready_sources.remove(name)
 
     def free_blocks(self) -> dict[str, int]:
         """Room in each pool whose size is known."""
@@ -193,6 +195,8 @@ class InventoryClient:
             outcome = self._index.beat(message)
             if outcome is not Outcome.UNKNOWN:
                 self._counts[message.guard] = message.count
+                self._guards.heard_unready(message.guard, message.unready)
+                self._metrics.unready_sources.labels(message.guard).set(len(message.unready))
                 self._look_whether_rebuilt()
         else:
             return

@@ -111,6 +111,12 @@ class Metrics:
         self.guards = Gauge(
             "kvcr_router_guards", "Guards by the state of their engine", ["state"], registry=registry
         )
+        self.unready_sources = Gauge(
+            "kvcr_router_unready_sources",
+            "Guards that a guard cannot read from, by its own word: no plan copies from them to it",
+            ["guard"],
+            registry=registry,
+        )
         self.state_changes = Counter(
             "kvcr_router_state_changes_total",
             "Changes of state heard from guards, by the new state. ignored: of a guard without a record; "

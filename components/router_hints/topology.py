@@ -45,11 +45,13 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Topology(msgspec.Struct, frozen=True, dict=True):
-    """Places by guard name."""
+    """Places by guard name, and the pairs of which it is known that nothing goes from one to the other."""
 
     places: Mapping[str, Place] = {}
     required: bool = False
     """Copies stay inside an RDMA domain whatever they would gain; otherwise distance is only a price."""
+    unready: Mapping[str, tuple[str, ...]] = {}
+    """By target, the guards that it says it cannot read from. Of other pairs nothing bad is known."""
 
     def link(self, source: str, target: str) -> Link:
         """Distance from one guard to another; an unknown guard is one of whom nothing is known."""
@@ -57,16 +59,32 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
 
     def links(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.int8]:
         """:class:`Link` from each source to each target, int8 ``[targets, sources]``."""
-        rows = self._rows
-        unknown = len(rows)
-        here = np.array([rows.get(target, unknown) for target in targets], dtype=np.int64)
-        there = np.array([rows.get(source, unknown) for source in sources], dtype=np.int64)
+        here, there = self._at(targets), self._at(sources)
         links: npt.NDArray[np.int8] = self._all_links[here[:, None], there]
         return links
+
+    def open(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Whether a copy may be planned from each source to each target: bool ``[targets, sources]``."""
+        here, there = self._at(targets), self._at(sources)
+        may: npt.NDArray[np.bool_] = self._all_open[here[:, None], there]
+        return may
 
     @cached_property
     def _rows(self) -> dict[str, int]:
         return {name: row for row, name in enumerate(self.places)}
+
+    def _at(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Rows of the matrices; the last is of guards of whom nothing is known."""
+        rows = self._rows
+        return np.array([rows.get(name, len(rows)) for name in names], dtype=np.int64)
+
+    @cached_property
+    def _all_open(self) -> npt.NDArray[np.bool_]:
+        may: npt.NDArray[np.bool_] = self._all_links <= (Link.DOMAIN if self.required else Link.FAR)
+        for target, sources in self.unready.items():
+            if target in self._rows:
+                may[self._rows[target], self._at([name for name in sources if name in self._rows])] = False
+        return may
 
     @cached_property
     def _all_links(self) -> npt.NDArray[np.int8]:

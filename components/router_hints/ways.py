@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from router_hints.costs import CostModel
 from router_hints.index import IndexView
-from router_hints.topology import Link, Topology
+from router_hints.topology import Topology
 
 try:
     from router_hints import _native
@@ -70,8 +70,8 @@ def find_ways(
 ) -> Ways:
     """Ways to the first ``blocks`` blocks for each target, which already has those before its start.
 
-    Guards without an entry in ``holders`` are no sources; those with another layout than a target's, or, in
-    a topology that requires it, in another domain, are none for that target.
+    Guards without an entry in ``holders`` are no sources; those with another layout than a target's, or that
+    the topology does not open to it, are none for that target.
     """
     # In the order of their names: replicas that learnt of them in another order decide alike.
     rows = sorted(
@@ -97,9 +97,7 @@ def find_ways(
     codes: dict[str, int] = {}
     there = np.array([codes.setdefault(s.layout_digest, len(codes)) for s in sources])
     here = np.array([codes.get(target.layout_digest, -1) for target in targets])
-    usable = here[:, None] == there
-    if topology.required:
-        usable &= links <= Link.DOMAIN
+    usable = (here[:, None] == there) & topology.open(names, [target.name for target in targets])
     has_own = np.flatnonzero(own >= 0)
     usable[has_own, own[has_own]] = False
     walk = walk_in_python if _native is None else _native.walk

@@ -2,7 +2,8 @@
 """A guard without a pool: a signed record in etcd, inventory on NATS, and answers on its control socket.
 
 Told what it holds by JSON lines on stdin: ``{"store": [tokens...]}``, ``{"remove": [tokens...]}``,
-``{"lose": [tokens...]}`` (stored, but the event is not sent), ``{"quiet": true}`` (no heartbeats).
+``{"lose": [tokens...]}`` (stored, but the event is not sent), ``{"quiet": true}`` (no heartbeats),
+``{"unready": [names...]}`` (guards it cannot read from).
 Each is answered by one line.
 """
 
@@ -53,6 +54,7 @@ class FakeGuard:
         self.held: dict[bytes, None] = {}
         self.batches: list[bytes] = []
         self.quiet = False
+        self.unready: tuple[str, ...] = ()
         self.asked = {"snapshot": 0, "replay": 0}
 
     def keys(self, tokens: list[int]) -> list[bytes]:
@@ -78,7 +80,7 @@ class FakeGuard:
 
     def heartbeat(self) -> Heartbeat:
         digest = fold(b"".join(self.held))
-        return Heartbeat(self.name, self.incarnation, len(self.batches), len(self.held), digest)
+        return Heartbeat(self.name, self.incarnation, len(self.batches), len(self.held), digest, self.unready)
 
     def answer(self, raw: bytes) -> bytes:
         message = to_server.decode(raw)
@@ -162,6 +164,7 @@ async def main(options: argparse.Namespace) -> None:
             removed = [key for key in guard.keys(command["remove"]) if guard.held.pop(key, "") is None]
             await bus.publish(subject, guard.batch([], removed))
         guard.quiet = command.get("quiet", guard.quiet)
+        guard.unready = tuple(command.get("unready", guard.unready))
         await bus.flush()
         print(json.dumps({"kind": "done", "held": len(guard.held), "asked": guard.asked}), flush=True)
     # The pipe was closed, or SIGTERM came: leave as a guard does.

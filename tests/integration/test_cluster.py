@@ -240,6 +240,35 @@ async def test_a_discovered_peer_is_read_from(deployment: Deployment) -> None:
         assert all(target.right(keys))
 
 
+async def test_routers_are_told_which_peers_a_guard_cannot_read_from(deployment: Deployment) -> None:
+    """By the heartbeat: until the peer's canary verified, while it is silent, and no longer than that."""
+    arguments = ("--transport", "shm")
+    async with listening(deployment, "g0") as heard:
+
+        def said(*names: str) -> bool:
+            return bool(beats := heartbeats(heard)) and beats[-1].unready == names
+
+        with (
+            deployment.guard("g0", *arguments) as target_guard,
+            deployment.guard("g1", *arguments) as source_guard,
+            EngineClient(target_guard, "engine-0") as target,
+        ):
+            await eventually(lambda: said("g1"), "a peer without a pool has no canary", START_S)
+            with EngineClient(source_guard, "engine-1") as source:
+                root, keys = chain(32, "tenant")
+                source.deposit(keys, root)
+                await eventually(said, "its canary verified", START_S)
+                os.kill(source_guard.pid, signal.SIGSTOP)
+                try:
+                    # More than are read without a message: somebody has to find out.
+                    sources = [Source(source_guard.endpoint, 0, len(keys))]
+                    await asyncio.to_thread(target.fetch, "r", keys, root, sources, deadline_ms=3000)
+                    await eventually(lambda: said("g1"), "it is silent")
+                finally:
+                    os.kill(source_guard.pid, signal.SIGCONT)
+                await eventually(said, "it answers again", START_S)
+
+
 # --- engines that died -----------------------------------------------------------------------------
 
 

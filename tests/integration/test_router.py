@@ -314,6 +314,27 @@ def test_a_lost_event_is_replayed_and_a_removed_block_is_not_offered(scene: Scen
     assert scene.seen("w0")["request"].get("kv_hint") is None
 
 
+def test_a_holder_that_the_target_cannot_read_is_no_source_until_it_can(scene: Scene) -> None:
+    # One each time, as a worker is taken to have what it was asked.
+    first, second = (prompt_of(PROMPT_BLOCKS, f"{n} held where nobody gets it") for n in ("first", "second"))
+    before = scene.stack.indexed("g1")
+    for prompt in (first, second):
+        scene.guards["g1"].tell(store=tokenize(scene.stack.model, prompt))
+    until(lambda: scene.stack.indexed("g1") >= before + 2 * PROMPT_BLOCKS, "the inventory is indexed")
+    told = 'kvcr_router_unready_sources{guard="g0"}'
+    scene.guards["g0"].tell(unready=["g1"])
+    until(lambda: scene.stack.metrics().get(told) == 1, "the router heard that g0 cannot read from g1")
+    scene.quiet()
+    scene.ask(first, worker="w0")
+    assert scene.seen("w0")["request"].get("kv_hint") is None
+    scene.guards["g0"].tell(unready=[])
+    until(lambda: scene.stack.metrics().get(told) == 0, "the router heard that it can")
+    scene.quiet()
+    scene.ask(second, worker="w0")
+    (action,) = scene.seen("w0")["request"]["kv_hint"]["actions"]
+    assert [source["guard"] for source in action["payload"]["sources"]] == ["g1"]
+
+
 def test_locations_are_published_and_kept(scene: Scene) -> None:
     prompt = prompt_of(PROMPT_BLOCKS, "locations")
     tokens = tokenize(scene.stack.model, prompt)

@@ -25,6 +25,9 @@ def request(blocks: int = BLOCKS) -> RequestView:
     return RequestView("p1", blocks * BLOCK + 5, BLOCK, affinity=b"prefix")
 
 
+PLACES = {"g0": Place("h1", "A"), "g1": Place("h1", "A"), "g2": Place("h2", "A")}
+
+
 def workers(count: int = 3, **of_each: object) -> list[Worker]:
     return [Worker((100 + n, 0), guard=f"g{n}", **of_each) for n in range(count)]  # type: ignore[arg-type]
 
@@ -182,6 +185,17 @@ def test_another_layout_is_no_source() -> None:
     sources["g1"] = replace(sources["g1"], layout_digest="other")
     made = decide(held(g1=[range(BLOCKS)]), candidates=workers(1), sources=sources)
     assert made.sources == ()
+
+
+def test_a_source_that_its_target_cannot_read_is_not_named_and_others_are() -> None:
+    index = held(g1=[range(BLOCKS)], g2=[range(BLOCKS)])
+    for shut, named in (({}, ["g1"]), ({"g0": ("g1",)}, ["g2"]), ({"g0": ("g1", "g2")}, [])):
+        made = decide(index, candidates=workers(1), topology=Topology(PLACES, unready=shut))
+        assert [run.guard for run in made.sources] == named
+    # What another target cannot read is nothing to this one, and what nobody knows of shuts nothing.
+    shut = {"g2": ("g0", "g1"), "g0": ("gone",), "gone": ("g1",)}
+    made = decide(index, candidates=workers(1), topology=Topology(PLACES, unready=shut))
+    assert [run.guard for run in made.sources] == ["g1"]
 
 
 def test_a_worker_without_kvcr_gets_no_hint() -> None:

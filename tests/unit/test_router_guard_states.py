@@ -14,6 +14,7 @@ from router_hints.cards import WorkerCard
 from router_hints.failover import Failovers
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.metrics import Metrics
+from router_hints.topology import Topology
 from router_hints.workers import DEAD_S, WorkerTable
 
 ENDPOINT = "tcp://10.0.0.1:7100"
@@ -63,6 +64,23 @@ def test_a_worker_proven_dead_gets_nothing_even_when_all_others_are_down(known: 
     assert known.failovers.state("g0") == "ACTIVE"
     assert known.ready() == [SUCCESSOR, 99]
     assert known.workers.is_dead(WORKER)
+
+
+def test_what_a_guard_cannot_read_is_known_until_it_says_otherwise_or_is_gone(known: Known) -> None:
+    sources, targets = ["g1", "g0"], ["g0", "g1"]
+    known.guards.put(Guard("g1", 1, "tcp://10.0.0.2:7100", "dynamo"))
+    known.guards.heard_unready("g0", ("g1",))
+    known.guards.heard_unready("nobody", ("g1",))
+    assert known.guards.topology.open(sources, targets).tolist() == [[False, True], [True, True]]
+    # It is part of what a plan is made from, and made again from.
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(known.guards.topology), type=Topology)
+    assert again.open(sources, targets).tolist() == [[False, True], [True, True]]
+    known.guards.heard_unready("g0", ())
+    assert known.guards.topology.open(sources, targets).all()
+    known.guards.heard_unready("g0", ("g1",))
+    known.guards.drop("g0")
+    known.record(state="STANDBY", epoch=1)
+    assert known.guards.topology.open(sources, targets).all()
 
 
 def test_a_death_told_late_does_not_touch_the_successor(known: Known) -> None:

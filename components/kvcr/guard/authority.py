@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from kvcr.config import GuardConfig, PeerRecord
@@ -644,7 +645,8 @@ class Guard:
         self._open_links()
 
     def heartbeat(self) -> Heartbeat:
-        return self.inventory.heartbeat(self.pool)
+        beat = self.inventory.heartbeat(self.pool)
+        return msgspec.structs.replace(beat, unready=self.peers.unready(self.control_endpoint))
 
     def status(self) -> dict[str, Any]:
         """JSON-ready summary, see :meth:`kvcr.guard.view.GuardView.status`."""

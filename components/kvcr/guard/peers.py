@@ -638,6 +638,18 @@ class Peers:
         """JSON-ready: what each link uses and why, or why it is not ready."""
         return [link.status() for link in list(self._links.values())]
 
+    def unready(self, own_endpoint: str) -> tuple[str, ...]:
+        """Names of the guards that are known and cannot be read from, as they are told to routers."""
+        return tuple(
+            sorted(
+                record.name
+                for endpoint, record in self.records().items()
+                if record.name
+                and endpoint != own_endpoint
+                and not ((link := self._links.get(endpoint)) is not None and link.ready)
+            )[:MAX_LINKS]
+        )
+
     def close(self) -> None:
         links, self._links = self._links, {}
         for link in links.values():

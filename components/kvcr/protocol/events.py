@@ -81,6 +81,8 @@ class Heartbeat(Message, frozen=True):
     """of the last Inventory sent"""
     count: int
     digest: int
+    unready: tuple[str, ...] = ()
+    """guards that it knows and cannot read from: their canary has not verified yet, or they are silent"""
 
 
 class Locations(Message, frozen=True):
