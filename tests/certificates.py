@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def make_certificates(folder: Path) -> Path:
-    """Write ca.pem, and pem and key of ``server`` and ``client``; returns the folder."""
+def make_certificates(folder: Path, *clients: str) -> Path:
+    """Write ca.pem, and pem and key of ``server``, ``client`` and each of ``clients``; returns the folder."""
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _signed("kvcr test ca", ca_key, "kvcr test ca", ca_key, ca=True)
     (folder / "ca.pem").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    for name in ("server", "client"):
+    for name in ("server", "client", *clients):
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _signed(name, key, "kvcr test ca", ca_key, ca=False)
         (folder / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

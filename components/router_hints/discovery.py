@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from kvcr.dynamo.etcd import Changes, EtcdClient, EtcdError, KeyValue, connect, tls_from_environment
+from kvcr.dynamo.etcd import Changes, EtcdClient, EtcdError, KeyValue, connect, credentials_from_environment
 from kvcr.dynamo.orders import Orders, orders_prefix
 from kvcr.dynamo.records import InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
@@ -57,7 +57,7 @@ class Discovery:
 
     async def start(self) -> None:
         """Begin to follow; returns at once, also when etcd is away."""
-        self._etcd = await connect(self._settings.etcd_endpoints, tls=tls_from_environment())
+        self._etcd = await connect(self._settings.etcd_endpoints, credentials=credentials_from_environment())
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._follow(self._etcd, self._guard_prefix, self._guard_changes)),

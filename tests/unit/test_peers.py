@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcr.dynamo.etcd import Changes, KeyValue, endpoints_from_environment, tls_from_environment
+from kvcr.dynamo.etcd import (
+    Changes,
+    Credentials,
+    KeyValue,
+    connect,
+    credentials_from_environment,
+    endpoints_from_environment,
+)
 from kvcr.dynamo.etcd.base import changes_of, prefix_end
 from kvcr.dynamo.peers import PeerDirectory
 from kvcr.dynamo.records import InstanceRecord, encode, record_key
 from kvcr.dynamo.topology import read_topology
+from kvcr.errors import ConfigError
 from kvcr.guard.addresses import Place
 
 SECRET = b"0123456789abcdef"
@@ -113,7 +121,30 @@ def test_topology_is_read_where_it_is_enabled(tmp_path: Path) -> None:
 def test_etcd_is_found_where_dynamo_finds_it() -> None:
     assert endpoints_from_environment({"ETCD_ENDPOINTS": "http://a:1,http://b:2"}) == "http://a:1,http://b:2"
     assert endpoints_from_environment({}) == "http://127.0.0.1:2379"
-    assert tls_from_environment({}) is None
-    tls = tls_from_environment({"ETCD_AUTH_CA": "/ca.pem", "ETCD_AUTH_CLIENT_CERT": "/c.pem"})
-    assert tls is not None
-    assert (tls.ca, tls.certificate, tls.key) == (Path("/ca.pem"), Path("/c.pem"), None)
+    assert credentials_from_environment({}) == Credentials()
+    pem = "-----BEGIN CERTIFICATE-----\n"
+    tls = {"ETCD_AUTH_CA": pem, "ETCD_AUTH_CLIENT_CERT": pem, "ETCD_AUTH_CLIENT_KEY": pem}
+    assert credentials_from_environment(tls) == Credentials(pem, pem, pem)
+    user = {"ETCD_AUTH_USERNAME": "kvcr", "ETCD_AUTH_PASSWORD": "x"}
+    assert credentials_from_environment(user) == Credentials(user="kvcr", password="x")
+
+
+def test_what_dynamo_would_ignore_of_the_credentials_is_refused() -> None:
+    pem = "-----BEGIN CERTIFICATE-----\n"
+    with pytest.raises(ConfigError, match="ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD only one is set"):
+        credentials_from_environment({"ETCD_AUTH_USERNAME": "kvcr"})
+    with pytest.raises(ConfigError, match="ETCD_AUTH_USERNAME and ETCD_AUTH_CA are both set"):
+        credentials_from_environment(
+            {"ETCD_AUTH_USERNAME": "kvcr", "ETCD_AUTH_PASSWORD": "x", "ETCD_AUTH_CA": pem}
+        )
+    with pytest.raises(ConfigError, match="ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY is not"):
+        credentials_from_environment({"ETCD_AUTH_CA": pem})
+    files = {"ETCD_AUTH_CA": pem, "ETCD_AUTH_CLIENT_CERT": pem, "ETCD_AUTH_CLIENT_KEY": "c2VjcmV0IGtleQ=="}
+    with pytest.raises(ConfigError, match="ETCD_AUTH_CLIENT_KEY is no PEM text") as caught:
+        credentials_from_environment(files)
+    assert "c2Vj" not in str(caught.value), "it may be a key all the same"
+
+
+async def test_an_endpoint_with_tls_needs_a_ca() -> None:
+    with pytest.raises(ConfigError, match="has TLS and no CA is given"):
+        await connect("https://127.0.0.1:2379")

@@ -135,12 +135,14 @@ def find(target: Target, secret: bytes | None) -> PeerRecord:
 
 async def _from_etcd(namespace: str, secret: bytes | None) -> list[PeerRecord]:
     # Only here: etcd is not needed with a peers file.
-    from kvcr.dynamo.etcd import connect, endpoints_from_environment, tls_from_environment
+    from kvcr.dynamo.etcd import connect, credentials_from_environment, endpoints_from_environment
     from kvcr.dynamo.records import decode, guards_prefix
 
     records = []
     async with asyncio.timeout(ETCD_S):
-        async with await connect(endpoints_from_environment(), tls=tls_from_environment()) as etcd:
+        async with await connect(
+            endpoints_from_environment(), credentials=credentials_from_environment()
+        ) as etcd:
             for entry in (await etcd.get_prefix(guards_prefix(namespace))).values:
                 with contextlib.suppress(KvcrError):
                     records.append(decode(entry.key, entry.value, secret).peer())

@@ -26,9 +26,10 @@ from kvcr.dynamo.etcd import (
     EtcdClient,
     EtcdError,
     EtcdUnavailable,
+    addresses_of,
     connect,
+    credentials_from_environment,
     endpoints_from_environment,
-    tls_from_environment,
 )
 from kvcr.dynamo.peers import PeerDirectory
 from kvcr.dynamo.publisher import Publisher
@@ -51,8 +52,9 @@ RESTART_S = 1.0
 def start(view: GuardView) -> ClusterThread:
     """Start the cluster thread of a guard. Returns at once; nothing has to be reachable.
 
-    Raises ConfigError when ``ETCD_ENDPOINTS`` cannot be read.
+    Raises ConfigError when what the environment says of etcd cannot be right.
     """
+    addresses_of(endpoints_from_environment(), credentials_from_environment())
     prepare_environment()
     return ClusterThread(view)
 
@@ -171,7 +173,7 @@ class ClusterThread:
     async def _patiently_connect(self) -> EtcdClient | None:
         while not self._stopping.is_set():
             try:
-                return await connect(endpoints_from_environment(), tls=tls_from_environment())
+                return await connect(endpoints_from_environment(), credentials=credentials_from_environment())
             except (EtcdUnavailable, OSError) as error:
                 self._report(str(error))
                 await asyncio.sleep(RETRY_S)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcr.dynamo.component import COMPONENT, prepare_environment
-from kvcr.dynamo.etcd import EtcdClient, connect, tls_from_environment
+from kvcr.dynamo.etcd import EtcdClient, connect, credentials_from_environment
 from kvcr.dynamo.orders import drain_key, mode_key
 from kvcr.dynamo.polling import poll
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
@@ -53,7 +53,7 @@ class Fleet:
     _clients: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Fleet:
-        self._etcd = await connect(self.deployment.etcd, tls=tls_from_environment())
+        self._etcd = await connect(self.deployment.etcd, credentials=credentials_from_environment())
         return self
 
     async def __aexit__(self, *_: object) -> None:

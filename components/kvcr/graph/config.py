@@ -42,6 +42,11 @@ class Kind(enum.StrEnum):
     ROUTER = "Router"
     FRONTEND = "Frontend"
 
+    @property
+    def role(self) -> str:
+        """What it is to others: its user of NATS, its job in Prometheus."""
+        return "worker" if self is Kind.WORKER else self.value.lower()
+
 
 class Restart(enum.StrEnum):
     """What happens when a process of a component ends on its own."""

@@ -14,8 +14,9 @@ import os
 import socket
 import sys
 
-from kvcr.dynamo.etcd import EtcdError, connect, tls_from_environment
+from kvcr.dynamo.etcd import connect, credentials_from_environment
 from kvcr.dynamo.leases import revoke_for_pid, revoke_worker
+from kvcr.errors import KvcrError
 
 TIMEOUT_S = 10.0
 
@@ -28,7 +29,7 @@ async def forget(
     ``pid`` finds a guard by its record, ``worker_control`` a worker by the guard beside it; ``instance``
     is a lease itself, which is how a router is found.
     """
-    async with await connect(etcd_endpoints, tls=tls_from_environment()) as etcd:
+    async with await connect(etcd_endpoints, credentials=credentials_from_environment()) as etcd:
         host = os.environ.get("KVCR_HOST") or socket.gethostname()
         revoked = await revoke_for_pid(etcd, namespace, host, pid)
         if worker_control is not None:
@@ -53,7 +54,7 @@ def main() -> int:
     )
     try:
         revoked = asyncio.run(asyncio.wait_for(work, TIMEOUT_S))
-    except (EtcdError, TimeoutError) as error:
+    except (KvcrError, TimeoutError) as error:
         print(
             f"process {arguments.pid}: leases not revoked, they expire by themselves: {error}",
             file=sys.stderr,

@@ -14,13 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvcr.errors import ConfigError
+from kvcr.graph.config import Kind
 from kvcr.graph.models import cache_dir
 from kvcr.graph.processes import kill_gently, processes_with_env, start_time
 from kvcr.graph.site import SHM, RunPaths
 
 STATE_FILE = "graph.json"
+TARGETS_FILE = "targets.json"
+"""For ``file_sd_configs`` of a Prometheus that is there already."""
 RUN_DIR_VARIABLE = "KVCR_RUN_DIR"
 """In the environment of every process of a run: how its processes are recognised once it is dead."""
 
@@ -60,15 +64,27 @@ def opened(paths: RunPaths) -> Iterator[None]:
             for name in ("etcd", "nats"):
                 shutil.rmtree(paths.run_dir / name, ignore_errors=True)
             paths.secret.unlink(missing_ok=True)
+            (paths.run_dir / TARGETS_FILE).unlink(missing_ok=True)
 
 
 def write_state(paths: RunPaths, state: Mapping[str, Any]) -> None:
-    """Replace ``graph.json`` in one step: readers see the old one or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=paths.run_dir, prefix=".graph-", delete=False) as stream:
-        json.dump(state, stream, indent=2)
+    """Replace ``graph.json`` and ``targets.json``, each in one step: readers see the old or the new one."""
+    _replace(paths.run_dir / STATE_FILE, state)
+    pages = [(Kind(found["component"]).role, found["metrics"]) for found in state["components"]]
+    targets = [
+        {"targets": [urlsplit(page).netloc], "labels": {"job": role}}
+        for role, page in pages
+        if page is not None
+    ]
+    _replace(paths.run_dir / TARGETS_FILE, targets)
+
+
+def _replace(path: Path, content: Any) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as stream:
+        json.dump(content, stream, indent=2)
         stream.write("\n")
     Path(stream.name).chmod(0o644)
-    Path(stream.name).replace(paths.run_dir / STATE_FILE)
+    Path(stream.name).replace(path)
 
 
 def sweep_dead_runs() -> list[str]:

@@ -16,7 +16,6 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -76,12 +75,16 @@ class Changes(NamedTuple):
     deletes: list[str]
 
 
-class Tls(NamedTuple):
-    """PEM files. ``certificate`` and ``key`` are the client's own, for mutual TLS."""
+class Credentials(NamedTuple):
+    """Who a client is. PEM texts, and a user; with all fields empty it is nobody, and there is no TLS."""
 
-    ca: Path
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: str = ""
+    """Whom the client believes; TLS is used if it is given."""
+    certificate: str = ""
+    """The client's own, for mutual TLS; where etcd has users, its common name is one."""
+    key: str = ""
+    user: str = ""
+    password: str = ""
 
 
 class EtcdClient(ABC):

@@ -22,13 +22,13 @@ from kvcr.dynamo.etcd.base import (
     CALL_TIMEOUT_S,
     KEEPALIVE_OPTIONS,
     Changes,
+    Credentials,
     EtcdClient,
     EtcdError,
     EtcdUnavailable,
     KeyValue,
     LeaseNotFound,
     Listing,
-    Tls,
     changes_of,
     prefix_end,
 )
@@ -55,12 +55,17 @@ class Etcd3CompatClient(EtcdClient):
     """See :class:`EtcdClient`. Each call runs in a thread of the loop's default executor."""
 
     def __init__(
-        self, addresses: Sequence[tuple[str, int]], tls: Tls | None = None, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        addresses: Sequence[tuple[str, int]],
+        credentials: Credentials,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         if len(addresses) != 1:
             raise ConfigError(
                 f"the etcd3 backend takes one endpoint, got {len(addresses)}; use backend 'aio'"
             )
+        if any(credentials):
+            raise ConfigError("the etcd3 backend has neither TLS nor users here; use backend 'aio'")
         etcd3 = load_etcd3()
         host, port = addresses[0]
         self._known_errors: tuple[type[Exception], ...] = (
@@ -73,9 +78,6 @@ class Etcd3CompatClient(EtcdClient):
             host=host,
             port=port,
             timeout=timeout_s,
-            ca_cert=str(tls.ca) if tls else None,
-            cert_cert=str(tls.certificate) if tls and tls.certificate else None,
-            cert_key=str(tls.key) if tls and tls.key else None,
             grpc_options=KEEPALIVE_OPTIONS,
         )
 

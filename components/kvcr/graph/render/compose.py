@@ -28,7 +28,6 @@ RUN = "/run/kvcr"
 USER = 10001
 """of the image; pools belong to its group"""
 NETWORK = "kvcr"
-_ROLES = {Kind.GUARD: "guard", Kind.WORKER: "worker", Kind.ROUTER: "router", Kind.FRONTEND: "frontend"}
 _HEALTH_SECONDS = {Kind.GUARD: 60, Kind.WORKER: 900, Kind.ROUTER: 900, Kind.FRONTEND: 120}
 """A worker loads weights first, and the router is ready with the first worker."""
 
@@ -74,7 +73,7 @@ def render_prometheus(graphs: Mapping[str, Graph]) -> dict[str, Any]:
         for process in _plan(graph).processes:
             assert process.metrics is not None
             target = process.metrics.removeprefix("http://").removesuffix("/metrics")
-            targets = jobs.setdefault(_ROLES[process.kind], [])
+            targets = jobs.setdefault(process.kind.role, [])
             if target not in targets:
                 targets.append(target)
     jobs |= {"etcd": [f"etcd:{ETCD_PORT}"], "nats": ["nats-exporter:7777"]}
@@ -163,7 +162,7 @@ def _config_name(process: str, path: str) -> str:
 def _environment(process: ProcessPlan) -> dict[str, str]:
     # GPUs are counted by the reservation.
     env = {name: value for name, value in process.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {**env, "KVCR_ROLE": _ROLES[process.kind]}
+    return {**env, "KVCR_ROLE": process.kind.role}
 
 
 def _local(process: ProcessPlan) -> str:
