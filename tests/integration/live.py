@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from kvcr.protocol.engine import (
     to_engine,
 )
 from kvcr.protocol.events import FetchPayload
-from tests.integration.router_stack import BLOCK, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, Stack, Worker, at_once, until
 from tests.integration.test_router import prompt_of, tokenize
 from tests.integration.tiny_tokenizer import write_model
 
@@ -157,13 +158,12 @@ class Live:
         self._blocked: list[http.client.HTTPConnection] = []
         try:
             self.stack.frontend()
-            for name in nodes:
-                self.nodes[name] = Node(self, name)
-            asyncio.run(self._registered())
-            for name, node in self.nodes.items():
-                node.worker = self.stack.worker(f"w{name}", "--control", node.guard.endpoint)
             prices = ["--prefill-tokens-per-s", f"{tokens_per_s}", "--host-bytes-per-s", f"{bytes_per_s}"]
             self.stack.router(*prices, *router)
+            at_once(*(partial(self._start, name) for name in nodes))
+            self.nodes = {name: self.nodes[name] for name in nodes}
+            asyncio.run(self._registered())
+            at_once(*(partial(self.start_worker, name) for name in nodes))
             self.stack.ready()
             self.kv: Harness = self.stack.harness()
             until(self.joined, "the router knows every guard and its worker")
@@ -180,9 +180,9 @@ class Live:
     def close(self) -> None:
         for connection in self._blocked:
             connection.close()
+        if self.nodes:
+            at_once(*(node.close for node in self.nodes.values()))
         self.stack.close()
-        for node in self.nodes.values():
-            node.close()
         shutil.rmtree(self.pools, ignore_errors=True)
 
     # --- as a harness -------------------------------------------------------------------------------
@@ -269,6 +269,14 @@ class Live:
         worker = self.nodes[node].worker
         assert worker is not None
         return {"annotations": [f"kvcr.worker:{worker.worker_id}"]}
+
+    def _start(self, name: str) -> None:
+        self.nodes[name] = Node(self, name)
+
+    def start_worker(self, name: str) -> None:
+        """The fake worker beside the guard of this node."""
+        node = self.nodes[name]
+        node.worker = self.stack.worker(f"w{name}", "--control", node.guard.endpoint)
 
     async def _registered(self) -> None:
         """Every guard's record names the layout of its engine."""

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from tests.integration.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Their results. Starting and ending processes is mostly waiting."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 class Part:
@@ -49,6 +56,7 @@ class Part:
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self._told_to_end = False
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -96,13 +104,20 @@ class Part:
         self.process.kill()
         self.process.wait()
 
+    def end(self) -> None:
+        """SIGTERM (for a fake guard: end of its input), not waiting for what comes of it."""
+        if self._told_to_end or self.process.poll() is not None:
+            return
+        self._told_to_end = True
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+        self.process.terminate()
+
     def stop(self) -> int:
-        """SIGTERM (for a fake guard: end of its input); returns the exit code."""
+        """:meth:`end`, and wait for it; returns the exit code."""
         if self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                if self.process.stdin is not None:
-                    self.process.stdin.close()
-            self.process.terminate()
+            self.end()
             try:
                 self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
@@ -164,7 +179,9 @@ class Stack:
         }
 
     def close(self) -> None:
-        for part in reversed(self.parts):
+        for part in self.parts:
+            part.end()
+        for part in self.parts:
             part.stop()
         self.nats.stop()
         self.etcd.stop()
@@ -231,6 +248,11 @@ class Stack:
         part = self.start(name, [path, "--name", name, "--block-size", str(BLOCK), *arguments])
         control: str = part.expect("up", PATIENCE_S)["control"]
         return part, control
+
+    def node(self, number: int) -> tuple[Part, Worker]:
+        """A fake guard ``g0``, and the fake worker ``w0`` beside it."""
+        guard, control = self.guard(f"g{number}")
+        return guard, self.worker(f"w{number}", "--control", control)
 
     def real_guard(self, name: str, pool_dir: Path, *arguments: str, control: str = "") -> RealGuard:
         """``python -m kvcr.guard`` in the deployment, ready; its pool is in ``pool_dir``."""

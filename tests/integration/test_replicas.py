@@ -8,13 +8,14 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcr.harness import headers
-from tests.integration.router_stack import Part, Stack, Worker, until
+from tests.integration.router_stack import Part, Stack, Worker, at_once, until
 from tests.integration.test_router import prompt_of, tokenize
 from tests.integration.tiny_tokenizer import write_model
 
@@ -34,9 +35,8 @@ class Pair:
         self.routers = {name: self.start(name) for name in ROUTERS}
         self.guards: dict[str, Part] = {}
         self.workers: dict[str, Worker] = {}
-        for number in range(2):
-            self.guards[f"g{number}"], control = stack.guard(f"g{number}")
-            self.workers[f"w{number}"] = stack.worker(f"w{number}", "--control", control)
+        for number, (guard, worker) in enumerate(at_once(*(partial(stack.node, n) for n in range(2)))):
+            self.guards[f"g{number}"], self.workers[f"w{number}"] = guard, worker
         stack.ready()
         until(lambda: all(self.heard(name) == 2 for name in ROUTERS), "the routers find each other")
 

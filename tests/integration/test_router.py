@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvcr.protocol.events import (
     stream_name,
 )
 from router_hints.inventory import SILENT_S
-from tests.integration.router_stack import BLOCK, Part, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, Part, Stack, Worker, at_once, until
 from tests.integration.tiny_tokenizer import write_model
 from tests.integration.waiting import BUSY_S, PATIENCE_S
 
@@ -55,10 +56,8 @@ class Scene:
         self.router = stack.router("--prefill-tokens-per-s", "2000")
         self.guards: dict[str, Part] = {}
         self.workers: dict[str, Worker] = {}
-        for number in range(2):
-            guard, control = stack.guard(f"g{number}")
-            self.guards[f"g{number}"] = guard
-            self.workers[f"w{number}"] = stack.worker(f"w{number}", "--control", control)
+        for number, (guard, worker) in enumerate(at_once(*(partial(stack.node, n) for n in range(2)))):
+            self.guards[f"g{number}"], self.workers[f"w{number}"] = guard, worker
         stack.ready()
 
     def ask(self, prompt: str, worker: str = "", **options: Any) -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import nats
 import pytest
 
 from kvcr.protocol.events import StateChange, event, state_subject, stream_name
-from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, at_once, until
 from tests.integration.tiny_tokenizer import write_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,14 +35,12 @@ class Pair:
 
     def __init__(self, stack: Stack, pools: Path) -> None:
         self.stack = stack
-        self.guards: list[RealGuard] = []
-        self.workers: list[Worker] = []
         stack.frontend()
         stack.router("--prefill-tokens-per-s", "2000")
-        for number in range(2):
-            guard = stack.real_guard(f"g{number}", pools / f"g{number}")
-            self.guards.append(guard)
-            self.workers.append(self.worker(number))
+        self.guards: list[RealGuard] = at_once(
+            *(partial(stack.real_guard, f"g{number}", pools / f"g{number}") for number in range(2))
+        )
+        self.workers: list[Worker] = at_once(*(partial(self.worker, number) for number in range(2)))
         stack.ready()
         until(lambda: self.metric('kvcr_router_guards{state="standby"}') == 2, "the router knows both guards")
 

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvcr.tracing import ENABLED_ENV, open_tracer
 from tests.integration.otlp import Collector, Received
-from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, until
+from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, at_once, until
 from tests.integration.tiny_tokenizer import write_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,11 +39,15 @@ class Deployment:
         stack.environment |= traced
         stack.frontend()
         stack.router("--prefill-tokens-per-s", str(TOKENS_PER_S))
-        self.guards: list[RealGuard] = [stack.real_guard(f"g{n}", pools / f"g{n}") for n in range(2)]
-        self.workers: list[Worker] = [
-            stack.worker(f"w{n}", "--control", guard.control, "--guard-socket", guard.socket)
-            for n, guard in enumerate(self.guards)
-        ]
+        self.guards: list[RealGuard] = at_once(
+            *(partial(stack.real_guard, f"g{n}", pools / f"g{n}") for n in range(2))
+        )
+        self.workers: list[Worker] = at_once(
+            *(
+                partial(stack.worker, f"w{n}", "--control", guard.control, "--guard-socket", guard.socket)
+                for n, guard in enumerate(self.guards)
+            )
+        )
         stack.ready()
         until(
             lambda: stack.metrics().get('kvcr_router_guards{state="standby"}') == 2, "the router knows both"

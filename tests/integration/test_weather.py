@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from kvcr.dynamo.records import guards_prefix
 from kvcr.graph.infra import free_port, start_etcd, start_nats
 from router_hints.http import MAX_WAIT_S
 from tests.integration.live import Live
-from tests.integration.router_stack import Stack, until
+from tests.integration.router_stack import Stack, at_once, until
 from tests.integration.test_router import prompt_of
 from tests.integration.tiny_tokenizer import write_model
 from tests.integration.waiting import PATIENCE_S
@@ -144,8 +145,7 @@ def test_an_etcd_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
             if part.name in ("frontend", "wa", "wb"):
                 part.stop()
         live.stack.frontend()
-        for name, node in live.nodes.items():
-            node.worker = live.stack.worker(f"w{name}", "--control", node.guard.endpoint)
+        at_once(*(partial(live.start_worker, name) for name in live.nodes))
         live.stack.ready()
         until(live.joined, "the router knows every guard and its worker", 60)
         works(live, "after")
