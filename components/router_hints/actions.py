@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 PENDING = "pending"
 MAX_BATCHES = 4096
 MAX_KEY_BYTES = 480_000
-"""Of keys in one action: base64 in JSON makes it a third longer, and an event has at most 900,000 bytes."""
+"""Of keys and hashes in one message: base64 in JSON makes them a third longer, and an event has at most
+900,000 bytes."""
 
 _CHANGED = frozenset({ActionCode.DONE, ActionCode.PARTIAL, ActionCode.DEFERRED})
 
@@ -192,7 +193,7 @@ class Actor:
             action_id = f"{batch.plan_id}.{len(batch.reports)}"
             batch.reports[action_id] = ActionReport(guard=order.guard, action=order.kind, result=PENDING)
             batch.answered.clear()
-            size = len(getattr(order.payload, "keys", b""))
+            size = sum(len(getattr(order.payload, blob, b"")) for blob in ("keys", "engine_hashes"))
             if order.guard in by_guard and sizes[order.guard] + size > MAX_KEY_BYTES:
                 messages.append((order.guard, by_guard.pop(order.guard)))
             sizes[order.guard] = size if order.guard not in by_guard else sizes[order.guard] + size

@@ -21,6 +21,7 @@ from router_hints.bus import Bus
 from router_hints.desk import Desk
 from router_hints.explain import PlanLog
 from router_hints.forward import ForwardPlan
+from router_hints.g1 import EngineMemory
 from router_hints.guards import GuardDirectory
 from router_hints.http import SignalServer
 from router_hints.index import LocationIndex
@@ -35,6 +36,7 @@ from router_hints.sessions import SessionTable
 from router_hints.settings import RouterSettings
 from router_hints.signals import SignalHandler
 from router_hints.visits import Visits
+from router_hints.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Agents:
         *,
         guards: GuardDirectory,
         index: LocationIndex,
+        g1: EngineMemory,
+        workers: WorkerTable,
         ledger: Ledger,
         plans: PlanLog,
         metrics: Metrics,
@@ -72,6 +76,8 @@ class Agents:
             arrivals=Arrivals(),
             guards=guards,
             index=index,
+            g1=g1,
+            workers=workers,
             ledger=ledger,
             placement=placement,
             actor=Actor(bus.publish, settings.namespace, name, metrics, orders),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block keys of one token sequence, computed once and extended as tokens come. Pure."""
+"""The block keys of one token sequence, and Dynamo's names of its blocks, extended as tokens come. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_packed
+from router_hints.names import NAME_BYTES, extend_names
 
 _DIGEST_BYTES = 16
 
@@ -23,13 +24,15 @@ class Chain:
     told by a 128-bit digest of the old one's full blocks (0.03 ms for 131,072 tokens; their keys take 33 ms).
     """
 
-    __slots__ = ("_complete", "_hasher", "_marks", "_tail", "block_size", "keys", "space")
+    __slots__ = ("_complete", "_hasher", "_marks", "_tail", "block_size", "keys", "names", "space")
 
     def __init__(self, space: KeySpace, block_size: int) -> None:
         self.space = space
         self.block_size = block_size
         self.keys = bytearray()
         """16 bytes a block"""
+        self.names: bytearray | None = bytearray()
+        """8 bytes a block, see :mod:`router_hints.names`; None when it was told by a router without them"""
         self._tail: list[int] = []
         self._hasher = xxhash.xxh3_128()
         self._complete = True
@@ -42,11 +45,14 @@ class Chain:
         """The chain of ``tokens``; what it has in common with ``earlier`` is not computed again."""
         chain = cls(space, block_size)
         array = np.asarray(tokens, dtype="<u4")
-        known = 0
+        known = named = 0
         if earlier is not None and earlier.space == space and earlier.block_size == block_size:
             known = earlier._begins(array)
             chain.keys += earlier.keys[: known * KEY_BYTES]
+            chain.names = bytearray(earlier.cut_names(0, known))
+            named = len(chain.names) // NAME_BYTES
         full = len(array) // block_size
+        chain._name(array[named * block_size : full * block_size])
         chain._hasher.update(array[: full * block_size].tobytes())
         chain._tail = array[full * block_size :].tolist()
         chain._grow(array[known * block_size : full * block_size])
@@ -55,11 +61,19 @@ class Chain:
 
     @classmethod
     def restored(
-        cls, space: KeySpace, block_size: int, keys: bytes, tail: Sequence[int], mark: bytes
+        cls,
+        space: KeySpace,
+        block_size: int,
+        keys: bytes,
+        tail: Sequence[int],
+        mark: bytes,
+        names: bytes,
     ) -> Chain:
         """A chain that another router computed; ``mark`` is its :meth:`mark`."""
         chain = cls(space, block_size)
         chain.keys += keys
+        told = len(names) // NAME_BYTES == len(keys) // KEY_BYTES
+        chain.names = bytearray(names) if told else None
         chain._tail = list(tail)
         chain._complete = not keys
         if len(mark) == _DIGEST_BYTES:
@@ -97,6 +111,11 @@ class Chain:
         last = self.blocks if end is None else min(end, self.blocks)
         return bytes(self.keys[first * KEY_BYTES : last * KEY_BYTES])
 
+    def cut_names(self, first: int, end: int | None = None) -> bytes:
+        """Names of the blocks ``first .. end``; empty when they are not known."""
+        last = self.blocks if end is None else min(end, self.blocks)
+        return bytes((self.names or b"")[first * NAME_BYTES : last * NAME_BYTES])
+
     def append(self, tokens: Sequence[int]) -> None:
         """Decoded tokens follow."""
         self._tail.extend(tokens)
@@ -107,6 +126,7 @@ class Chain:
             if self._complete:
                 self._hasher.update(array.tobytes())
             self._grow(array)
+            self._name(array)
 
     def common(self, other: Chain) -> int:
         """Leading blocks that both have."""
@@ -115,6 +135,11 @@ class Chain:
     def _grow(self, tokens: np.ndarray) -> None:
         parent = self.parent_of(self.blocks)
         self.keys += extend_packed(parent, tokens, self.block_size)
+
+    def _name(self, tokens: np.ndarray) -> None:
+        if self.names is not None:
+            before = int.from_bytes(self.names[-NAME_BYTES:], "little") if self.names else None
+            self.names += extend_names(before, tokens, self.block_size, self.space.salt)
 
     def _begins(self, tokens: np.ndarray) -> int:
         """Leading full blocks that ``tokens`` surely has in common with this chain."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import Client, DistributedRuntime
 
@@ -24,13 +25,17 @@ from router_hints.discovery import Discovery
 from router_hints.dispatch import Books, Context, Dispatcher
 from router_hints.explain import PlanLog
 from router_hints.failover import Failovers
+from router_hints.g1 import EngineMemory
+from router_hints.g1_repair import keep_repaired
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.heat import HotPrefix
 from router_hints.index import LocationIndex
 from router_hints.inventory import InventoryClient
+from router_hints.kv_events import decode_kv_events, kv_events_subject
 from router_hints.ledger import Ledger
-from router_hints.locations import LocationPublisher, kv_events_subject
+from router_hints.locations import LocationPublisher
 from router_hints.metrics import Metrics
+from router_hints.names import extend_names
 from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
 from router_hints.placement import Placement
 from router_hints.plans import NoWorker
@@ -57,6 +62,7 @@ class RouterComponent:
         self._workers = WorkerTable(settings.block_size, draining=self._orders.draining)
         self._guards = GuardDirectory(domain_required=settings.domain_required)
         self._index = LocationIndex(max_blocks=settings.index_blocks)
+        self._g1 = EngineMemory(max_blocks=settings.index_blocks)
         self._ledger = Ledger()
         self._costs = CostModel(settings.costs)
         self._plans = PlanLog(settings.kept_plans)
@@ -95,6 +101,8 @@ class RouterComponent:
             self._name,
             guards=self._guards,
             index=self._index,
+            g1=self._g1,
+            workers=self._workers,
             ledger=self._ledger,
             plans=self._plans,
             metrics=self._metrics,
@@ -120,7 +128,7 @@ class RouterComponent:
         self._locations.start()
         self._inventory.start()
         await self._discovery.start()
-        upkeep: asyncio.Task[None] | None = None
+        upkeep: list[asyncio.Task[None]] = []
         try:
             workers = self._runtime.endpoint(
                 f"{settings.namespace}.{settings.worker_component}.{settings.worker_endpoint}"
@@ -128,15 +136,16 @@ class RouterComponent:
             client = await workers.client()
             own = await self._endpoint.client()
             overlap = G1Overlap(workers, settings.block_size)
-            upkeep = asyncio.get_running_loop().create_task(self._keep_up(client, own))
+            loop = asyncio.get_running_loop()
+            upkeep.append(loop.create_task(self._keep_up(client, own)))
+            upkeep.append(loop.create_task(keep_repaired(self._g1, overlap.dump, self._metrics)))
             if not await self._first_worker(stopping):
                 return
             await self._serve(self._dispatcher(client, overlap))
         finally:
-            if upkeep is not None:
-                upkeep.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await upkeep
+            for task in upkeep:
+                task.cancel()
+            await asyncio.gather(*upkeep, return_exceptions=True)
             await self._agents.close()
             await self._discovery.close()
             await self._inventory.close()
@@ -163,6 +172,7 @@ class RouterComponent:
             router=self._name,
             replicas=lambda: (1 + len(replicas.others()), replicas.stale_s),
             orders=self._orders,
+            g1=self._g1,
         )
 
         async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
@@ -217,6 +227,7 @@ class RouterComponent:
         log.info("router %s serves %s", self._name, settings.model_name)
         explain = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.explain")
         status = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.status")
+        where = self._runtime.endpoint(f"{settings.namespace}.{settings.component}.where")
         await asyncio.gather(
             self._endpoint.serve_endpoint(
                 dispatcher.generate, metrics_labels=[("model", settings.model_name)]
@@ -224,6 +235,7 @@ class RouterComponent:
             # The payload makes /health turn ready once we serve, and is a harmless request for canaries.
             explain.serve_endpoint(self._explain, health_check_payload={"last": 1}),
             status.serve_endpoint(self._status),
+            where.serve_endpoint(self._where),
         )
 
     async def _explain(self, query: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
@@ -247,6 +259,7 @@ class RouterComponent:
             workers[f"{worker_id:x}"] = {
                 "guard": self._guard_beside(worker_id),
                 "requests": sum(loads.of(rank).requests for rank in ranks),
+                "g1_blocks": sum(self._g1.blocks(rank) for rank in ranks),
                 "down": self._workers.is_down(worker_id, now_s) or self._workers.is_dead(worker_id),
                 "draining": worker_id in self._orders.draining,
             }
@@ -267,6 +280,21 @@ class RouterComponent:
             return []
         hot = self._placement.heat.hottest(HOT_PREFIXES, time.monotonic())
         return [(prefix, self._index.lookup(prefix.key).guards) for prefix in hot]
+
+    async def _where(self, query: dict[str, Any]) -> AsyncIterator[list[dict[str, Any]]]:
+        """Engines that have any of the blocks of a prompt (``tokens``, ``salt``) in their memory."""
+        tokens = np.array(query.get("tokens") or (), dtype=np.uint32)
+        names = extend_names(None, tokens, self._settings.block_size, str(query.get("salt") or ""))
+        yield [
+            {
+                "worker_id": worker_id,
+                "dp_rank": rank,
+                "guard": self._guard_beside(worker_id, rank),
+                "held": sum(held),
+                "from_start": held.index(False) if False in held else len(held),
+            }
+            for (worker_id, rank), held in sorted(self._g1.held(names).items())
+        ]
 
     # --- what changes around us --------------------------------------------------------------------
 
@@ -297,6 +325,8 @@ class RouterComponent:
             alive = set(client.instance_ids())
             for worker_id in self._alive - alive:
                 self._forget_worker(worker_id)
+            for worker_id in alive - self._alive:
+                self._g1.admit(worker_id)
             self._alive = alive
             self._publishing = min(own.instance_ids(), default=0) in (0, self._endpoint.connection_id())
             await asyncio.sleep(_TICK_S if self._workers.ready(alive, float("inf")) else _WAIT_S)
@@ -307,6 +337,7 @@ class RouterComponent:
         for rank in range(card.first_rank, card.first_rank + card.ranks):
             self._costs.forget((worker_id, rank))
         self._ledger.forget_worker(worker_id)
+        self._g1.retire(worker_id)
         self._workers.forget(worker_id)
 
     def _guard_seen(self, guard: Guard) -> None:
@@ -334,19 +365,18 @@ class RouterComponent:
 
     def _kv_events(self, raw: bytes) -> None:
         with contextlib.suppress(ProtocolError):
-            self._locations.kv_events(raw)
+            batch = decode_kv_events(raw)
+            self._g1.take(batch)
+            self._locations.kv_events(batch)
 
     def _worker_beside(self, guard: str) -> int:
         known = self._guards.get(guard)
-        if known is not None:
-            for card in self._workers.cards():
-                if known.endpoint in card.control_endpoints.values():
-                    return card.worker_id
-        return 0
+        rank = self._workers.rank_at(known.endpoint) if known is not None else None
+        return rank[0] if rank is not None else 0
 
-    def _guard_beside(self, worker_id: int) -> str:
+    def _guard_beside(self, worker_id: int, rank: int | None = None) -> str:
         card = self._workers.card(worker_id)
-        found = self._guards.beside(card, card.first_rank)
+        found = self._guards.beside(card, card.first_rank if rank is None else rank)
         return found.name if found is not None else ""
 
     def _render(self) -> str:
@@ -355,6 +385,8 @@ class RouterComponent:
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
         self._agents.measure()
+        metrics.g1_blocks.set(len(self._g1))
+        metrics.g1_parked.set(self._g1.parked_blocks)
         metrics.index_bytes.set(self._index.nbytes)
         metrics.index_evicted.set(self._index.evicted_blocks)
         for state in _GUARD_STATES:

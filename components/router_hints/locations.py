@@ -12,19 +12,18 @@ import contextlib
 import logging
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import nats.errors
 from nats.aio.client import Client
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from kvcr.errors import ProtocolError
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
 from kvcr.protocol.events import Inventory, Locations, event, locations_subject, stream_name
 from kvcr.protocol.peer import SnapshotChunk
 from router_hints.bus import Bus
+from router_hints.kv_events import G1Batch
 from router_hints.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -36,83 +35,6 @@ _QUEUE = 4096
 
 _G1 = 1
 _G2 = 2
-_DEVICE = "device"
-
-
-def kv_events_subject(namespace: str, component: str, endpoint: str) -> str:
-    """Where Dynamo 1.6.1 publishes the KV events of one endpoint's workers."""
-    return f"namespace.{namespace}.component.{component}.endpoint.{endpoint}.kv-events"
-
-
-# --- Dynamo's KV events (1.6.1) -------------------------------------------------------------------
-
-
-class _Envelope(msgspec.Struct):
-    payload: bytes
-
-
-class _Block(msgspec.Struct):
-    block_hash: int
-
-
-class _Stored(msgspec.Struct):
-    blocks: list[_Block]
-
-
-class _Removed(msgspec.Struct):
-    block_hashes: list[int]
-
-
-class _Change(msgspec.Struct):
-    stored: _Stored | None = None
-    removed: _Removed | None = None
-
-
-class _Data(msgspec.Struct):
-    data: _Change | Literal["cleared"]
-
-
-class _RouterEvent(msgspec.Struct):
-    worker_id: int
-    event: _Data
-    storage_tier: str = _DEVICE
-
-
-class G1Change(msgspec.Struct, frozen=True):
-    """What one KV event says about one worker's engine memory. ``cleared``: nothing is left there."""
-
-    worker_id: int
-    stored: tuple[int, ...] = ()
-    """Engine block hashes, unsigned 64 bits."""
-    removed: tuple[int, ...] = ()
-    cleared: bool = False
-
-
-_envelopes = msgspec.msgpack.Decoder(_Envelope)
-_router_events = msgspec.msgpack.Decoder(list[_RouterEvent])
-
-
-def decode_kv_events(raw: bytes) -> list[G1Change]:
-    """The G1 part of one message on :func:`kv_events_subject`. Raises ProtocolError."""
-    try:
-        events = _router_events.decode(_envelopes.decode(raw).payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"KV event of {len(raw)} bytes does not decode: {error}") from error
-    changes = []
-    for each in events:
-        if each.storage_tier != _DEVICE:
-            continue
-        data = each.event.data
-        if isinstance(data, str):
-            changes.append(G1Change(each.worker_id, cleared=True))
-            continue
-        stored = tuple(block.block_hash for block in data.stored.blocks) if data.stored else ()
-        removed = tuple(data.removed.block_hashes) if data.removed else ()
-        changes.append(G1Change(each.worker_id, stored, removed))
-    return changes
-
-
-# --- ours ------------------------------------------------------------------------------------------
 
 
 class LocationPublisher:
@@ -156,16 +78,17 @@ class LocationPublisher:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def kv_events(self, raw: bytes) -> None:
-        """One message of the workers' KV events. Raises ProtocolError."""
-        for change in decode_kv_events(raw):
-            guard = self._guard_of(change.worker_id)
+    def kv_events(self, batch: G1Batch) -> None:
+        """One message of the workers' KV events, as it came."""
+        for change in batch.changes:
+            worker_id = change.rank[0]
+            guard = self._guard_of(worker_id)
             if change.cleared:
-                self._put(self._event(guard, change.worker_id, _G1))
-            for stored in _pages(change.stored):
-                self._put(self._event(guard, change.worker_id, _G1, stored_hashes=_pack(stored)))
+                self._put(self._event(guard, worker_id, _G1))
+            for stored in _pages(tuple(block_hash for block_hash, _ in change.stored)):
+                self._put(self._event(guard, worker_id, _G1, stored_hashes=_pack(stored)))
             for removed in _pages(change.removed):
-                self._put(self._event(guard, change.worker_id, _G1, removed_hashes=_pack(removed)))
+                self._put(self._event(guard, worker_id, _G1, removed_hashes=_pack(removed)))
 
     def inventory(self, batch: Inventory) -> None:
         """One batch of a guard, as it came."""

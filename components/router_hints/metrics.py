@@ -194,6 +194,21 @@ class Metrics:
         self.replicas = Gauge(
             "kvcr_router_replicas", "Routers that are heard, this one included", registry=registry
         )
+        self.g1_blocks = Gauge(
+            "kvcr_router_g1_blocks",
+            "Blocks in the memory of all engines",
+            registry=registry,
+        )
+        self.g1_parked = Gauge(
+            "kvcr_router_g1_parked_blocks",
+            "Blocks that an engine stored after one this router does not know",
+            registry=registry,
+        )
+        self.g1_repairs = Counter(
+            "kvcr_router_g1_repairs_total",
+            "Times the view of engine memory was read again from Dynamo's KvRouter",
+            registry=registry,
+        )
         self.bus_dropped = Counter(
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
         )

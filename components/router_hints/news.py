@@ -124,6 +124,8 @@ class SessionNews(Message, frozen=True):
     plan: bytes
     """JSON of its last plan; empty without one"""
     ended: bool = False
+    names: bytes = b""
+    """of the same blocks as ``keys``, see :mod:`router_hints.names`; empty when not known"""
 
 
 class Wanted(Message, frozen=True):

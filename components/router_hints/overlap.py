@@ -12,6 +12,7 @@ from dynamo.runtime import Endpoint
 
 from kvcr.errors import ProtocolError
 from router_hints.costs import Rank
+from router_hints.kv_events import G1Change, decode_dump
 from router_hints.requests import Prompt
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,15 @@ class G1Overlap:
             ),
         )
         self._complained = False
+
+    async def dump(self) -> tuple[G1Change, ...]:
+        """All it knows of engine memory. Raises ProtocolError."""
+        try:
+            text: str = await self._router.dump_events()
+        except Exception as error:
+            # The binding raises bare Exception.
+            raise ProtocolError(f"KvRouter gives no dump: {error}") from error
+        return decode_dump(text)
 
     async def blocks(self, prompt: Prompt) -> dict[Rank, int]:
         """Blocks from the first one on, by rank; empty when it cannot be known."""

@@ -17,6 +17,7 @@ from kvcr.keys import KEY_BYTES, KeySpace, extend_packed, unpack_keys
 from router_hints.cards import WorkerCard
 from router_hints.chains import Chain
 from router_hints.costs import CostModel, Rank
+from router_hints.g1 import EngineMemory
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.heat import Heat
 from router_hints.hints import build_envelope
@@ -70,10 +71,12 @@ class Placement:
         router: str,
         replicas: Callable[[], tuple[int, float]] = lambda: (1, 0.0),
         orders: Orders | None = None,
+        g1: EngineMemory | None = None,
     ) -> None:
         """``replicas()``: how many routers share the workers, and the age of what is known of the others.
-        ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank,
-        ``silent()`` the guards that must not be sources, ``free_blocks()`` the room in their pools."""
+        ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank for a
+        prompt, ``g1`` those for a chain whose tokens are gone, ``silent()`` the guards that must not be
+        sources, ``free_blocks()`` the room in their pools."""
         self._workers = workers
         self._guards = guards
         self._index = index
@@ -88,6 +91,7 @@ class Placement:
         self._router = router
         self._replicas = replicas
         self._orders = orders or Orders()
+        self._g1 = g1 if g1 is not None else EngineMemory()
         self.heat = Heat()
         """How often each prefix of the requests so far is asked for."""
 
@@ -144,7 +148,7 @@ class Placement:
             ahead=True,
             router=self._router,
         )
-        candidates = self._candidates({}, ())
+        candidates = self._candidates(self._g1.leading(chain.cut_names(0)) if chain is not None else {}, ())
         chains = {chain.space: chain.cut(0, view.reusable_blocks)} if chain is not None else {}
         inputs, made = self._plan(view, candidates, chains, keyed=True)
         self._metrics.plans.labels(made.reason.value).inc()

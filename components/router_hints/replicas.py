@@ -296,18 +296,19 @@ class Replicas:
                 desk.sessions.forget(key)
             return
         known = desk.sessions.get(key)
-        head = b""
+        head, head_names = b"", b""
         if message.first:
             chain = known.chain if known is not None else None
             if chain is None or chain.cut(message.first - 1, message.first) != message.before:
                 self._say(Wanted(self.name, message.tenant, message.session))
                 return
-            head = chain.cut(0, message.first)
+            head, head_names = chain.cut(0, message.first), chain.cut_names(0, message.first)
         space = KeySpace(message.namespace, message.model, group=message.group, salt=message.tenant)
         chain = None
         if head or message.keys or message.tail:
             size = desk.sessions.block_size
-            chain = Chain.restored(space, size, head + message.keys, message.tail, message.mark)
+            keys, names = head + message.keys, head_names + message.names
+            chain = Chain.restored(space, size, keys, message.tail, message.mark, names)
         session = desk.sessions.adopt(key, message.parent, chain, message.unix_s, self.clock())
         if session is None:
             return
@@ -360,6 +361,7 @@ class Replicas:
             session.turns,
             msgspec.json.encode(session.plan) if session.plan is not None else b"",
             session.ended,
+            chain.cut_names(first) if chain is not None else b"",
         )
         if self._say(message) and chain is not None and chain.blocks:
             self._told[session.key] = (chain.blocks, chain.cut(chain.blocks - 1))

@@ -17,6 +17,7 @@ from kvcr.keys import KEY_BYTES, KeySpace
 from kvcr.protocol.signals import LastPlan
 from router_hints.chains import Chain, Tokens, common_blocks
 from router_hints.costs import Rank
+from router_hints.names import NAME_BYTES
 
 MAX_STALE = 8
 """Abandoned branches remembered of one session."""
@@ -35,6 +36,18 @@ class Branch:
     space: KeySpace
     first: int
     keys: bytes
+    names: bytes = b""
+
+
+class Piece(NamedTuple):
+    """Consecutive blocks of a session."""
+
+    space: KeySpace
+    first: int
+    """position of the first one"""
+    keys: bytes
+    names: bytes
+    """of the same blocks, see :mod:`router_hints.names`; empty when not known"""
 
 
 @dataclass
@@ -139,7 +152,7 @@ class SessionTable:
         if before is not None and before.space == space:
             kept = before.common(chain)
             if kept < before.blocks:
-                dropped = Branch(space, kept, before.cut(kept))
+                dropped = Branch(space, kept, before.cut(kept), before.cut_names(kept))
         self._set_chain(session, chain)
         if dropped is not None:
             self._blocks -= session.blocks
@@ -190,7 +203,8 @@ class SessionTable:
         if chain is not None and keep_blocks < chain.blocks:
             self._leave(session)
             # A chain of its own: a request that still decodes appends to the old one.
-            session.chain = Chain.restored(chain.space, chain.block_size, chain.cut(0, keep_blocks), [], b"")
+            kept, names = chain.cut(0, keep_blocks), chain.cut_names(0, keep_blocks)
+            session.chain = Chain.restored(chain.space, chain.block_size, kept, [], b"", names)
             self._enter(session)
         self._blocks += session.blocks
 
@@ -212,16 +226,16 @@ class SessionTable:
         chain = session.chain
         return self._shared(session, chain.keys, without) if chain else 0
 
-    def own_blocks(self, session: Session, after: int) -> list[tuple[KeySpace, int, bytes]]:
-        """What of it nobody else uses, beyond its first ``after`` blocks: (space, first position, keys) of
-        its chain, and of what it left behind."""
+    def own_blocks(self, session: Session, after: int) -> list[Piece]:
+        """What of it nobody else uses, beyond its first ``after`` blocks: of its chain, and of what it left
+        behind."""
         chain = session.chain
         if chain is None:
             return []
         found = []
         first = max(after, self.shared_blocks(session))
         if first < chain.blocks:
-            found.append((chain.space, first, chain.cut(first)))
+            found.append(Piece(chain.space, first, chain.cut(first), chain.cut_names(first)))
         for branch in session.stale:
             # The part of a branch that is in use again, here or elsewhere, is its beginning.
             head = bytes(branch.first * KEY_BYTES) + branch.keys
@@ -229,7 +243,8 @@ class SessionTable:
                 self._shared(session, head, (), branch.first), common_blocks(head, chain.keys, branch.first)
             )
             if until < branch.first + len(branch.keys) // KEY_BYTES:
-                found.append((branch.space, until, head[until * KEY_BYTES :]))
+                names = branch.names[(until - branch.first) * NAME_BYTES :]
+                found.append(Piece(branch.space, until, head[until * KEY_BYTES :], names))
         return found
 
     def children(self, session: Session) -> list[Session]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvcr.keys import KEY_BYTES
 from kvcr.protocol.signals import AnnouncedTurn, BlockPlace, LastPlan, SessionInfo
 from router_hints.chains import Chain
+from router_hints.costs import Rank
 from router_hints.desk import Desk
 from router_hints.plans import Mode, Plan
 from router_hints.sessions import SessionKey
@@ -79,9 +80,20 @@ def keys_of(desk: Desk, tenant: str, name: str) -> list[str] | None:
 
 def _places(desk: Desk, chain: Chain) -> list[BlockPlace]:
     view = desk.index.lookup(bytes(chain.keys))
-    places = []
-    for row, guard in enumerate(view.guards):
-        held = view.held[row]
-        lead = len(held) if held.all() else int(held.argmin())
-        places.append(BlockPlace(guard=guard, tier="G2", blocks=int(held.sum()), leading_blocks=lead))
-    return places
+    places = [
+        _place(guard, desk.engine_beside(guard), "G2", view.held[row].tolist())
+        for row, guard in enumerate(view.guards)
+    ]
+    for rank, held in desk.g1.held(chain.cut_names(0)).items():
+        places.append(_place(desk.guard_beside(rank), rank, "G1", held))
+    return sorted(places, key=lambda place: (place.tier, place.guard, place.worker_id))
+
+
+def _place(guard: str, rank: Rank | None, tier: str, held: list[bool]) -> BlockPlace:
+    return BlockPlace(
+        guard=guard,
+        tier=tier,
+        blocks=sum(held),
+        leading_blocks=held.index(False) if False in held else len(held),
+        worker_id=rank[0] if rank is not None else 0,
+    )

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcr.keys import KeySpace
+import msgspec
+
 from kvcr.protocol.events import (
     CANCEL,
     DEMOTE,
@@ -27,10 +28,8 @@ from kvcr.protocol.events import (
     ActionResult,
     CancelPayload,
     DemotePayload,
-    FetchSource,
     InvalidatePayload,
     PinPayload,
-    PrefetchPayload,
     UnpinPayload,
 )
 from kvcr.protocol.signals import (
@@ -45,9 +44,10 @@ from router_hints.chains import Chain
 from router_hints.desk import Desk
 from router_hints.forward import Announced, State, TurnId, load_id
 from router_hints.placement import Placed
-from router_hints.plans import Mode, NoWorker, Plan, Reason
+from router_hints.plans import Mode, NoWorker, Reason
+from router_hints.prefetches import prefetches
 from router_hints.reading import already_compacted, kept_tokens, turn_of
-from router_hints.sessions import Session, SessionKey
+from router_hints.sessions import Piece, Session, SessionKey
 from router_hints.shown import decision_of, describe, keys_of, last_plan
 from router_hints.turns import SessionView
 
@@ -205,7 +205,13 @@ class SignalHandler:
             for _ in range(_FREE_TRIES if run.frees else 0):
                 row = self.desk.index.lookup(keys).row(target)
                 if row is not None and row.all():
-                    payload = InvalidatePayload(plan_id=placed.plan.plan_id, keys=keys, descendants=False)
+                    names = chain.cut_names(run.first, run.first + run.count)
+                    payload = InvalidatePayload(
+                        plan_id=placed.plan.plan_id,
+                        keys=keys,
+                        descendants=False,
+                        engine_hashes=self._in_g1(run.guard, names),
+                    )
                     await self.desk.actor.act(
                         placed.plan.plan_id,
                         [Order(run.guard, INVALIDATE, payload)],
@@ -299,7 +305,7 @@ class SignalHandler:
         deadline_s = ACT_WITHIN_S
         if turn.signal.deadline_s is not None:
             deadline_s = max(0.1, turn.received_s + turn.signal.deadline_s - now_s)
-        orders = prefetches(turn.guard, made, chain, deadline_s)
+        orders = prefetches(desk, turn.guard, made, chain, deadline_s)
         first = min(run.first for run in made.sources)
         end = max(run.first + run.count for run in made.sources)
         turn.state, answer.result, answer.acted = State.MOVING, PENDING, True
@@ -400,20 +406,31 @@ class SignalHandler:
 
     # --- shared ----------------------------------------------------------------------------------
 
-    async def _let_go(
-        self, session: Session, pieces: Iterable[tuple[KeySpace, int, bytes]], plan_id: str, kind: str
-    ) -> int:
-        """Tell every guard that may have any of these blocks; returns how many guards that were."""
+    async def _let_go(self, session: Session, pieces: Iterable[Piece], plan_id: str, kind: str) -> int:
+        """Tell every guard that may have any of these blocks, or is beside an engine that has; returns how
+        many guards that were."""
         orders = []
-        payload = InvalidatePayload if kind == INVALIDATE else DemotePayload
-        for space, _, keys in pieces:
-            holders = set(self.desk.index.lookup(keys).guards) | session.guards
+        for piece in pieces:
+            holders = set(self.desk.index.lookup(piece.keys).guards) | session.guards
             for guard in self.desk.guards.all():
-                if guard.name in holders and guard.key_space(session.key.tenant) == space:
-                    orders.append(Order(guard.name, kind, payload(plan_id=plan_id, keys=keys)))
+                if guard.key_space(session.key.tenant) != piece.space:
+                    continue
+                hashes = self._in_g1(guard.name, piece.names) if kind == INVALIDATE else b""
+                if guard.name not in holders and not hashes:
+                    continue
+                payload: msgspec.Struct = DemotePayload(plan_id=plan_id, keys=piece.keys)
+                if kind == INVALIDATE:
+                    payload = InvalidatePayload(plan_id=plan_id, keys=piece.keys, engine_hashes=hashes)
+                orders.append(Order(guard.name, kind, payload))
         if orders:
             await self.desk.actor.act(plan_id, orders, expires_in_s=ACT_WITHIN_S)
         return len({order.guard for order in orders})
+
+    def _in_g1(self, guard: str, names: bytes) -> bytes:
+        """Engine hashes of those of these blocks that the engine beside this guard has in its memory."""
+        hashes = self.desk.g1.engine_hashes(self.desk.engine_beside(guard), names)
+        known: bytes = hashes[hashes != 0].astype("<u8").tobytes()
+        return known
 
     def _told(self, answer: _Answer, session: Session, guards: int) -> None:
         answer.acted = guards > 0
@@ -459,36 +476,6 @@ class SignalHandler:
             guard=answer.guard,
             actions=list(batch.reports.values()) if batch is not None else [],
         )
-
-
-def prefetches(guard: str, made: Plan, chain: Chain, deadline_s: float) -> list[Order]:
-    """The copies of a plan that rides on no request, as actions for the guard of its target."""
-    orders = []
-    for frees in (False, True):
-        runs = [run for run in made.sources if run.frees is frees]
-        if not runs:
-            continue
-        first = min(run.first for run in runs)
-        end = max(run.first + run.count for run in runs)
-        payload = PrefetchPayload(
-            plan_id=made.plan_id,
-            keys=chain.cut(first, end),
-            # The engine's own hashes come with the blocks: only their source knows them.
-            engine_hashes=bytes(8 * (end - first)),
-            parent=chain.parent_of(first).hex(),
-            first=first,
-            sources=[FetchSource(run.endpoint, run.first - first, run.count, run.guard) for run in runs],
-            mode="move" if frees else "copy",
-            give_up_ms=0.0,
-            deadline_ms=1e3 * deadline_s,
-        )
-        orders.append(Order(guard, PREFETCH, payload))
-    return orders
-
-
-def partly_moved(made: Plan) -> bool:
-    """Whether some of its blocks leave their source and others do not."""
-    return len({run.frees for run in made.sources}) == 2
 
 
 def _pin_id(turn_id: TurnId) -> str:

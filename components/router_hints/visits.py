@@ -24,11 +24,12 @@ from router_hints.desk import Desk
 from router_hints.messages import message_starts
 from router_hints.metrics import Metrics
 from router_hints.placement import Placed
+from router_hints.prefetches import partly_moved
 from router_hints.reading import merged, turn_of
 from router_hints.requests import Prompt
 from router_hints.sessions import Run, Session, SessionKey
 from router_hints.shown import last_plan
-from router_hints.signals import Audience, SignalHandler, partly_moved
+from router_hints.signals import Audience, SignalHandler
 from router_hints.turns import SessionView, Turn
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from router_hints.cards import WorkerCard
+from router_hints.costs import Rank
 
 FIRST_DOWN_S = 1.0
 LONGEST_DOWN_S = 30.0
@@ -50,6 +51,14 @@ class WorkerTable:
 
     def cards(self) -> list[WorkerCard]:
         return list(self._cards.values())
+
+    def rank_at(self, endpoint: str) -> Rank | None:
+        """The rank whose card names this control endpoint."""
+        for card in self._cards.values():
+            for rank, control in card.control_endpoints.items():
+                if control == endpoint:
+                    return card.worker_id, rank
+        return None
 
     def mark_down(self, worker_id: int, now_s: float) -> None:
         """A dispatch to it failed: no request for a while, longer each time."""

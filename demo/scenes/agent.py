@@ -108,7 +108,7 @@ class _Run:
         )
         deadline_s = time.monotonic() + _KNOWN_S
         full = self._answers[name].prompt_tokens // self._graph.block_size
-        while not any(place.blocks >= full for place in self._info(name).places):
+        while not any(p.tier == "G2" and p.blocks >= full for p in self._info(name).places):
             if time.monotonic() > deadline_s:
                 raise GraphNotUp(f"the router does not see the blocks of session {name!r}")
             time.sleep(0.1)

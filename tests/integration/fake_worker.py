@@ -27,6 +27,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import uvloop
 from dynamo.llm import (
     KvEventPublisher,
@@ -34,11 +35,12 @@ from dynamo.llm import (
     ModelRuntimeConfig,
     ModelType,
     WorkerType,
-    compute_block_hash_for_seq,
     register_model,
 )
 from dynamo.runtime import Context, DistributedRuntime
 from toy_engine import ToyEngine
+
+from router_hints.names import extend_names
 
 
 def say(kind: str, **fields: Any) -> None:
@@ -95,7 +97,9 @@ async def main(options: argparse.Namespace) -> None:
 
     def announce(tokens: list[int]) -> None:
         blocks = len(tokens) // size
-        hashes = [h - (1 << 64) if h >= 1 << 63 else h for h in compute_block_hash_for_seq(tokens, size)]
+        names = np.frombuffer(extend_names(None, np.array(tokens, np.uint32), size, ""), "<i8").tolist()
+        # Chained and unique, as an engine's own hashes are.
+        hashes = [name ^ 1 for name in names]
         if blocks:
             events.publish_stored(
                 token_ids=tokens[: blocks * size],

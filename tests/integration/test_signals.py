@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nats
+import numpy as np
 import pytest
 
-from kvcr.harness import SignalRefused
+from kvcr.harness import SignalRefused, headers
 from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.signals import signals_subject
+from router_hints.names import extend_names, unpack
 from tests.integration.live import Live, engine_hashes, keys_of
-from tests.integration.router_stack import until
+from tests.integration.router_stack import BLOCK, until
 from tests.integration.test_router import prompt_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -113,7 +119,7 @@ def test_a_session_that_wakes_up_is_moved_and_its_source_freed_after_the_copy(
     assert (reply.decision, reply.result) == ("move", "done"), reply
     assert live.b.has(tokens) == [True] * BLOCKS
     until(lambda: live.a.has(tokens) == [False] * BLOCKS, "the source is freed")
-    until(lambda: [p.guard for p in live.kv.session(main).places] == ["b"], "one home")  # type: ignore[union-attr]
+    until(lambda: list(places(live, main, "G2")) == ["b"], "one home")
     node, _ = live.ask(main, prompt + "z" * 40)
     assert node.name == "b"
 
@@ -171,6 +177,69 @@ def test_a_compaction_that_rides_on_the_compacted_request(live: Live, prompt: st
     kept = sum(x == y for x, y in zip(keys_of(tokens), keys_of(live.tokens(compacted)), strict=False))
     assert kept >= 4
     until(lambda: live.a.has(tokens) == [True] * kept + [False] * (BLOCKS - kept), "what it left is dropped")
+
+
+def hashes_in_g1(tokens: list[int]) -> list[int]:
+    """What fake workers call these blocks."""
+    names = extend_names(None, np.array(tokens, np.uint32), BLOCK, "")
+    return [name ^ 1 for name in unpack(names)]
+
+
+def places(live: Live, session: str, tier: str) -> dict[str, int]:
+    info = live.kv.session(session)
+    assert info is not None
+    return {place.guard: place.blocks for place in info.places if place.tier == tier}
+
+
+def test_a_compaction_drops_what_is_only_in_engine_memory(live: Live, prompt: str, main: str) -> None:
+    tokens = live.tokens(prompt)
+    # The worker announces them in G1, and no pool gets them.
+    status, _ = live.stack.ask(prompt, headers=headers(main), nvext=live.pin("b"))
+    assert status == 200
+    until(lambda: places(live, main, "G1").get("b") == BLOCKS, "the router sees them in G1")
+    assert places(live, main, "G2") == {}
+    reply = live.kv.compaction(main, keeps=3 * BLOCK, isl_before=len(tokens), isl_after=100, wait_s=15.0)
+    assert (reply.decision, reply.result) == ("invalidate", "done"), reply
+    expected = hashes_in_g1(tokens)
+    until(lambda: set(expected[3:]) <= set(live.b.engine.dropped), "the engine dropped them")
+    assert not set(expected[:3]) & set(live.b.engine.dropped), "the kept head stays"
+
+
+def test_engine_memory_is_known_again_after_a_restart_and_shown_by_where(
+    live: Live, prompt: str, main: str
+) -> None:
+    live.stack.ask(prompt, headers=headers(main), nvext=live.pin("b"))
+    until(lambda: places(live, main, "G1").get("b") == BLOCKS, "the router sees them in G1")
+    known = live.stack.metrics()["kvcr_router_g1_blocks"]
+    late = live.stack.router(name="late")
+    try:
+        until(lambda: g1_blocks(live, "late") >= known, "a router that starts late knows engine memory", 60.0)
+    finally:
+        late.stop()
+    where = cli(live, "where", prompt, "--model", str(live.stack.model), "--json")
+    found = {guard["guard"]: guard for guard in where["guards"]}
+    assert (found["b"]["g1_from_start"], found["b"]["held"], found["b"]["tiers"]) == (BLOCKS, 0, ["G1"])
+    assert cli(live, "status", "--json")["g1_blocks"]["b"] >= BLOCKS
+
+
+def g1_blocks(live: Live, router: str) -> float:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return live.stack.metrics(router).get("kvcr_router_g1_blocks", 0.0)
+    return 0.0
+
+
+def cli(live: Live, *words: str) -> Any:
+    """What a ``kvcr`` command writes as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcr.cli", *words],
+        env=live.stack.environment | {"DYN_NAMESPACE": "dynamo", "KVCR_CACHE": str(live.stack.directory)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 # --- the end, and pins --------------------------------------------------------------------------------------

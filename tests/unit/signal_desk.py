@@ -7,6 +7,8 @@ import json
 import time
 from typing import Any
 
+from dynamo.llm import compute_block_hash_for_seq
+
 from kvcr.keys import KeySpace, extend_chain, pack_keys
 from kvcr.layout import Layout
 from kvcr.protocol.events import Act, ActionCode, ActionResult, Inventory, event
@@ -18,8 +20,10 @@ from router_hints.costs import CostModel, Settings
 from router_hints.desk import Desk
 from router_hints.explain import PlanLog
 from router_hints.forward import ForwardPlan
+from router_hints.g1 import EngineMemory
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.index import LocationIndex
+from router_hints.kv_events import G1Change
 from router_hints.ledger import Ledger
 from router_hints.metrics import Metrics
 from router_hints.placement import Placed, Placement
@@ -84,6 +88,7 @@ class Router:
         self.guards = GuardDirectory()
         self.workers = WorkerTable(BLOCK)
         self.index = LocationIndex(max_blocks=100_000)
+        self.g1 = EngineMemory()
         self.ledger = Ledger()
         self.acts: list[tuple[str, dict[str, Any]]] = []
         """(guard, action) as sent"""
@@ -109,6 +114,7 @@ class Router:
             free_blocks=dict,
             deadline_ms=2000.0,
             router=name,
+            g1=self.g1,
         )
         self.desk = Desk(
             sessions=SessionTable(block_size=BLOCK),
@@ -116,6 +122,8 @@ class Router:
             arrivals=Arrivals(),
             guards=self.guards,
             index=self.index,
+            g1=self.g1,
+            workers=self.workers,
             ledger=self.ledger,
             placement=lambda: self.placement,
             actor=Actor(self._publish, "dynamo", name, self.metrics),
@@ -181,6 +189,17 @@ class Router:
         # The ledger takes the queue to have been since its last look what it is now.
         self.ledger._stepped_s = time.monotonic() - 1000.0
         self.ledger.loads(time.monotonic())
+
+    # --- as engines ----------------------------------------------------------------------------------
+
+    def in_g1(self, guard: str, tokens: list[int], salt: str = "") -> list[int]:
+        """The engine beside this guard has these tokens' blocks. Returns its hashes."""
+        local = compute_block_hash_for_seq(tokens, BLOCK, cache_namespace=salt or None)
+        rank = self.world.ranks[guard]
+        stored = tuple((hash((rank, at, each)) & 2**63 - 1, each) for at, each in enumerate(local))
+        self.g1.begin_repair()
+        self.g1.repair([G1Change(rank, stored)])
+        return [each for each, _ in stored]
 
     # --- as guards ------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from router_hints.explain import PlanLog
 from router_hints.guards import Guard, GuardDirectory
 from router_hints.hints import build_envelope, build_notice
 from router_hints.index import IndexView
+from router_hints.kv_events import G1Batch, G1Change, decode_kv_events
 from router_hints.ledger import Loads
-from router_hints.locations import G1Change, decode_kv_events
 from router_hints.overlap import decode_reports
 from router_hints.planner import Holder, Plan, RequestView, SourceRun, Worker, plan
 from router_hints.requests import read_prompt
@@ -267,11 +267,15 @@ def test_kv_events_of_engine_memory() -> None:
             kv_event("cleared"),
         ]
     )
-    assert decode_kv_events(raw) == [
-        G1Change(9, stored=(2**64 - 1,)),
-        G1Change(9, removed=(3,)),
-        G1Change(9, cleared=True),
-    ]
+    assert decode_kv_events(raw) == G1Batch(
+        publisher=1,
+        sequence=1,
+        changes=(
+            G1Change((9, 0), stored=((2**64 - 1, 1),)),
+            G1Change((9, 0), removed=(3,)),
+            G1Change((9, 0), cleared=True),
+        ),
+    )
     with pytest.raises(ProtocolError):
         decode_kv_events(b"\x00")
 

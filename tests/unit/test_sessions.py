@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvcr.keys import KeySpace, extend_chain, extend_packed, pack_keys
 from router_hints.chains import Chain, common_blocks
+from router_hints.names import extend_names
 from router_hints.sessions import MAX_STALE, SessionKey, SessionTable
 
 BLOCK = 4
@@ -18,6 +19,10 @@ SPACE = KeySpace("dynamo", "tiny@test+0")
 
 def keys_of(tokens: list[int], space: KeySpace = SPACE) -> bytes:
     return pack_keys(extend_chain(space.root(), tokens, BLOCK))
+
+
+def names_of(tokens: list[int]) -> bytes:
+    return extend_names(None, np.array(tokens, np.uint32), BLOCK, SPACE.salt)
 
 
 def table(**options: object) -> SessionTable:
@@ -49,12 +54,19 @@ def test_a_chain_has_the_keys_of_its_tokens_however_they_came(
         chain.append(tokens)
     seen = prompt + [token for tokens in decoded for token in tokens]
     assert bytes(chain.keys) == keys_of(seen)
+    assert chain.cut_names(0) == names_of(seen)
     assert chain.tokens == len(seen)
     for after in (seen + following, following):
         assert bytes(Chain.of(SPACE, BLOCK, after, chain).keys) == keys_of(after)
-    copied = Chain.restored(SPACE, BLOCK, bytes(chain.keys), chain.tail, chain.mark())
+        assert Chain.of(SPACE, BLOCK, after, chain).cut_names(0) == names_of(after)
+    copied = Chain.restored(SPACE, BLOCK, bytes(chain.keys), chain.tail, chain.mark(), chain.cut_names(0))
     copied.append(following)
     assert bytes(copied.keys) == keys_of(seen + following)
+    assert copied.cut_names(0) == names_of(seen + following)
+    untold = Chain.restored(SPACE, BLOCK, bytes(chain.keys), chain.tail, chain.mark(), b"")
+    untold.append(following)
+    assert untold.cut_names(0) == (b"" if chain.blocks else names_of(seen + following))
+    assert Chain.of(SPACE, BLOCK, seen + following, untold).cut_names(0) == names_of(seen + following)
     assert bytes(Chain.of(SPACE, BLOCK, seen + following, copied).keys) == keys_of(seen + following)
 
 
@@ -130,8 +142,9 @@ def test_what_another_session_uses_is_shared_and_the_rest_is_its_own() -> None:
     child = sessions.get(key("child"))
     assert child is not None
     assert sessions.shared_blocks(child) == 3
-    ((space, first, keys),) = sessions.own_blocks(child, 0)
+    ((space, first, keys, names),) = sessions.own_blocks(child, 0)
     assert (space, first, keys) == (SPACE, 3, keys_of([*parent[:12], *range(200, 212)])[3 * 16 :])
+    assert names == names_of([*parent[:12], *range(200, 212)])[3 * 8 :]
     sessions.forget(key("parent"))
     assert sessions.shared_blocks(child) == 0
 
@@ -145,12 +158,12 @@ def test_a_rewritten_history_leaves_a_branch_that_is_still_the_sessions_own() ->
     assert (run.dropped.first, len(run.dropped.keys) // 16) == (2, 5)
     session = sessions.get(key("a"))
     assert session is not None
-    assert [(first, len(keys) // 16) for _, first, keys in sessions.own_blocks(session, 0)] == [
+    assert [(first, len(keys) // 16) for _, first, keys, _ in sessions.own_blocks(session, 0)] == [
         (0, 5),
         (2, 5),
     ]
     turn(sessions, "b", [*range(8), *range(20, 32)])
-    assert [(first, len(keys) // 16) for _, first, keys in sessions.own_blocks(session, 0)] == [
+    assert [(first, len(keys) // 16) for _, first, keys, _ in sessions.own_blocks(session, 0)] == [
         (2, 3),
         (5, 2),
     ]

@@ -7,6 +7,7 @@ import asyncio
 import base64
 from typing import Any
 
+import numpy as np
 import pytest
 from signal_desk import BLOCK, PART, Router, World, key, tokens_of
 
@@ -316,6 +317,61 @@ async def test_a_compaction_that_says_nothing_of_what_is_kept_kills_nothing(rout
     assert (reply.decision, reply.result) == ("none", "noted")
     assert "keeps" in reply.reason
     assert router.sent() == []
+
+
+# --- engine memory ---------------------------------------------------------------------------------------
+
+
+def hashes_in(payload: dict[str, Any]) -> list[int]:
+    return np.frombuffer(base64.b64decode(payload["engine_hashes"]), "<u8").tolist()
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+async def test_a_compaction_names_what_is_only_in_engine_memory(router: Router, salt: str) -> None:
+    await router.turn("main", HISTORY, tenant=salt, pin="g1")
+    hashes = router.in_g1("g2", HISTORY, salt)
+    await router.signal("compaction", "main", tenant=salt, keeps=160)
+    sent = dict(router.sent("kv.invalidate"))
+    assert hashes_in(sent["g2"]) == hashes[10:], "no pool has them, and it never ran there"
+    assert hashes_in(sent["g1"]) == [], "it may have them: it ran there"
+
+
+async def test_what_a_session_left_behind_is_dropped_from_engine_memory_too(router: Router) -> None:
+    await used(router)
+    hashes = router.in_g1("g1", HISTORY)
+    await router.turn("main", [*HISTORY[:800], *tokens_of(300, 4)], signal={"kind": "compaction"})
+    await _background(router)
+    ((_, payload),) = router.sent("kv.invalidate")
+    assert hashes_in(payload) == hashes[50:]
+
+
+async def test_a_prefetch_names_the_hashes_its_target_knows(router: Router) -> None:
+    await used(router)
+    router.busy("g1")
+    hashes = router.in_g1("g2", HISTORY[: 4 * BLOCK])
+    await router.signal("next_turn", "main", starts_in_s=2.0)
+    ((guard, payload),) = router.sent("kv.prefetch")
+    assert (guard, payload["first"]) == ("g2", 4), "what is in its engine's memory is not copied"
+    assert hashes_in(payload) == [0] * (BLOCKS - 4), "and the rest it cannot know"
+    assert len(hashes) == 4
+
+
+async def test_an_announced_turn_stays_where_engine_memory_has_it(router: Router) -> None:
+    await router.turn("main", HISTORY, pin="g2")
+    router.in_g1("g2", HISTORY)
+    reply = await router.signal("next_turn", "main", starts_in_s=2.0)
+    assert (reply.worker_id, reply.reason) == (2, "resident"), "nobody's pool has it"
+
+
+async def test_the_places_of_a_session_name_the_tier(router: Router) -> None:
+    await used(router)
+    router.in_g1("g2", HISTORY[: 7 * BLOCK])
+    info = router.handler.describe("", "main")
+    assert info is not None
+    assert [(p.tier, p.guard, p.worker_id, p.blocks, p.leading_blocks) for p in info.places] == [
+        ("G1", "g2", 2, 7, 7),
+        ("G2", "g1", 1, BLOCKS, BLOCKS),
+    ]
 
 
 # --- the end ---------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
 async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
     records = await fleet.guards()
     answers = await fleet.ask_all(records, "status")
+    g1 = _g1_blocks(await fleet.routers())
     if arguments.json:
         guards = [
             {"record": _plain(record), "status": answer}
@@ -72,10 +73,17 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
             else {"record": _plain(record), "error": str(answer)}
             for record, answer in zip(records, answers, strict=True)
         ]
-        _print_json({"namespace": fleet.deployment.namespace, "guards": guards, "ignored": fleet.ignored})
+        _print_json(
+            {
+                "namespace": fleet.deployment.namespace,
+                "guards": guards,
+                "g1_blocks": g1,
+                "ignored": fleet.ignored,
+            }
+        )
     else:
         print(f"{fleet.deployment.source}, namespace {fleet.deployment.namespace}")
-        print(_status_table(records, answers))
+        print(_status_table(records, answers, g1))
         for reason, count in fleet.ignored.items():
             print(f"{count} record(s) not believed: {reason}")
         for answer in answers:
@@ -87,12 +95,20 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if any(isinstance(answer, KvcrError) for answer in answers) else EXIT_OK
 
 
-def _status_table(records: Sequence[InstanceRecord], answers: Sequence[dict[str, Any] | KvcrError]) -> str:
+def _g1_blocks(routers: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Blocks in the memory of the engine beside each guard, as the first router that answers sees it."""
+    workers = routers[0]["workers"].values() if routers else []
+    return {worker["guard"]: worker["g1_blocks"] for worker in workers if worker["guard"]}
+
+
+def _status_table(
+    records: Sequence[InstanceRecord], answers: Sequence[dict[str, Any] | KvcrError], g1: dict[str, int]
+) -> str:
     rows = []
     for record, answer in zip(records, answers, strict=True):
         domains = ", ".join(f"{name} {value}" for name, value in sorted(record.topology_domains.items()))
         if not isinstance(answer, dict):
-            rows.append([record.name, "no answer", record.epoch, "", "", "", "", domains or "-"])
+            rows.append([record.name, "no answer", record.epoch, "", "", "", "", "", domains or "-"])
             continue
         pool = answer["pool"]
         peers = answer["peers"]
@@ -103,13 +119,14 @@ def _status_table(records: Sequence[InstanceRecord], answers: Sequence[dict[str,
                 pool["epoch"] if pool else "-",
                 ", ".join(str(pid) for pid in answer["engine"]["pids"]) or "-",
                 _filled(pool),
+                g1.get(record.name, "-"),
                 len(answer["pulls"]),
                 f"{sum(bool(peer['ready']) for peer in peers)}/{len(peers)}",
                 domains or "-",
             ]
         )
-    header = ("GUARD", "STATE", "EPOCH", "ENGINE PIDS", "POOL", "PULLS", "PEERS READY", "DOMAINS")
-    return table(header, rows, right="25")
+    header = ("GUARD", "STATE", "EPOCH", "ENGINE PIDS", "POOL", "G1", "PULLS", "PEERS READY", "DOMAINS")
+    return table(header, rows, right="256")
 
 
 def _filled(pool: dict[str, Any] | None) -> str:
@@ -147,21 +164,47 @@ async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
                 "from_start": _leading(held),
                 "held": sum(tier is not None for tier in held),
                 "tiers": sorted({f"G{tier}" for tier in held if tier is not None}),
+                "g1_held": 0,
+                "g1_from_start": 0,
                 "domains": record.topology_domains,
             }
         )
-    somebody = any(entry["held"] for entry in found)
+    if tokens is not None:
+        _add_engine_memory(found, await fleet.engine_memory(tokens, arguments.salt))
+    somebody = any(entry["held"] or entry["g1_held"] for entry in found)
     if arguments.json:
         _print_json({"tokens": None if tokens is None else len(tokens), "guards": found})
     else:
         if tokens is not None:
             print(f"{len(tokens)} tokens")
         rows = [
-            [e["guard"], e["blocks"], e["from_start"], e["held"], ", ".join(e["tiers"]) or "-", e["state"]]
+            [
+                e["guard"] or f"none, beside worker {e['worker_id']:x}",
+                e["blocks"],
+                e["from_start"],
+                e["held"],
+                e["g1_held"],
+                ", ".join(e["tiers"]) or "-",
+                e["state"],
+            ]
             for e in found
         ]
-        print(table(("GUARD", "BLOCKS", "FROM THE START", "HELD", "TIERS", "STATE"), rows, right="123"))
+        header = ("GUARD", "BLOCKS", "FROM THE START", "HELD", "IN G1", "TIERS", "STATE")
+        print(table(header, rows, right="1234"))
     return EXIT_OK if somebody else EXIT_FAILED
+
+
+def _add_engine_memory(found: list[dict[str, Any]], engines: Sequence[dict[str, Any]]) -> None:
+    """What routers know of G1, beside what guards say of their own tiers."""
+    by_guard = {entry["guard"]: entry for entry in found}
+    for engine in engines:
+        entry = by_guard.get(engine["guard"])
+        if entry is None:
+            entry = {"guard": "", "worker_id": engine["worker_id"], "state": "-", "tiers": [], "domains": {}}
+            entry |= {"blocks": 0, "from_start": 0, "held": 0}
+            found.append(entry)
+        entry |= {"g1_held": engine["held"], "g1_from_start": engine["from_start"]}
+        entry["tiers"] = ["G1", *entry["tiers"]]
 
 
 def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:

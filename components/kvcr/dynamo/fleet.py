@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +109,26 @@ class Fleet:
 
     async def routers(self) -> list[dict[str, Any]]:
         """What every router says of itself; those that do not answer are left out."""
-        client = await self._client("status", ROUTER)
+        return await self._ask_routers("status", {})
+
+    async def engine_memory(self, tokens: Sequence[int], salt: str) -> list[dict[str, Any]]:
+        """Engines that have blocks of this prompt in G1, as the first router that answers sees it."""
+        answers = await self._ask_routers("where", {"tokens": list(tokens), "salt": salt})
+        found: list[dict[str, Any]] = answers[0] if answers else []
+        return found
+
+    async def _ask_routers(self, endpoint: str, request: dict[str, Any]) -> list[Any]:
+        assert self._etcd is not None
+        registered = f"v1/instances/{self.deployment.namespace}/{ROUTER}/{endpoint}/"
+        if not (await self._etcd.get_prefix(registered)).values:
+            return []
+        client = await self._client(endpoint, ROUTER)
         await poll(client.instance_ids, ANSWER_TIMEOUT_S)
         answers = []
         for instance in sorted(client.instance_ids()):
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    stream = await client.direct({}, instance, annotated=False)
+                    stream = await client.direct(request, instance, annotated=False)
                     answers += [answer async for answer in stream]
             except Exception as error:  # noqa: BLE001, the runtime raises plain ones
                 self.ignored[f"router {instance:x}: {error or type(error).__name__}"] += 1

@@ -178,13 +178,17 @@ class SignalReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What one guard has of a session."""
+    """What one guard, or the engine beside it, has of a session."""
 
     guard: str
+    """empty for an engine without one"""
     tier: str
+    """G1: in the memory of the engine; G2: in the guard's pool"""
     blocks: int
     leading_blocks: int
     """without a gap from the first one on: what a request can reuse there"""
+    worker_id: int = 0
+    """Dynamo instance of the engine; 0 while none is beside the guard"""
 
 
 class AnnouncedTurn(msgspec.Struct, frozen=True, kw_only=True):

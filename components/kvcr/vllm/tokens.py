@@ -13,7 +13,11 @@ def tokenize(text: str, model: str | Path, *, raw: bool = False) -> list[int]:
 
     ``model`` is a directory with a tokenizer; nothing is asked of a hub. Raises ConfigError.
     """
+    from kvcr.vllm.torchvision_ops import declare_missing_operators
+
     try:
+        # Or transformers cannot be imported beside a CPU-only torch.
+        declare_missing_operators()
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError("counting tokens needs transformers, which vLLM brings") from error
