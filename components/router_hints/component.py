@@ -248,8 +248,9 @@ class RouterComponent:
             inputs=bool(query.get("inputs")),
         )
 
-    async def _status(self, _: Any) -> AsyncIterator[dict[str, Any]]:
-        """Orders in force, and what each worker is busy with as this router knows it."""
+    async def _status(self, query: Any) -> AsyncIterator[dict[str, Any]]:
+        """Orders in force, and what each worker is busy with as this router knows it. With ``chains``, a list
+        of last position and key in hex, also the sessions that go through them."""
         now_s = time.monotonic()
         loads = self._ledger.loads(now_s)
         workers = {}
@@ -272,7 +273,16 @@ class RouterComponent:
             }
             for prefix, guards in self._hot_prefixes()
         ]
-        yield {"router": self._name, "mode": self._orders.mode.value, "workers": workers, "hot": hot}
+        answer: dict[str, Any] = {
+            "router": self._name,
+            "mode": self._orders.mode.value,
+            "workers": workers,
+            "hot": hot,
+        }
+        chains = query.get("chains") if isinstance(query, dict) else None
+        if chains:
+            answer["sessions"] = self._agents.sessions_through(chains)
+        yield answer
 
     def _hot_prefixes(self) -> list[tuple[HotPrefix, tuple[str, ...]]]:
         """The hottest, and the guards that hold each to its end. From any thread."""

@@ -134,3 +134,36 @@ def test_an_etcd_that_is_away_is_named(cli: Cli) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_ls_lists_the_chains_of_the_pools(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    assert cli("ls").returncode == 1, "nothing is there yet"
+    root, keys = chain(5, "ls")
+    _, others = chain(3, "another tenant")
+    with EngineClient(guards[0], "engine") as engine:
+        engine.deposit(keys, root)
+        engine.deposit(others, chain(3, "another tenant")[0])
+        done = cli("ls", "--json")
+        assert done.returncode == 0, done.stderr
+        listed = json.loads(done.stdout)
+        by_tail = {row["tail"]: row for row in listed["chains"]}
+        assert {tail: row["blocks"] for tail, row in by_tail.items()} == {
+            keys[-1].hex(): 5,
+            others[-1].hex(): 3,
+        }
+        assert by_tail[keys[-1].hex()]["tenant"] == root.hex()
+        assert {row["guard"] for row in listed["chains"]} == {"g0"}
+        assert [(worker["guard"], worker["blocks"]) for worker in listed["workers"]] == [("g0", 8), ("g1", 0)]
+        assert len(json.loads(cli("ls", "--json", "--limit", "1").stdout)["chains"]) == 1
+        shown = cli("ls", "--worker", "g0", "--tier", "G2")
+        assert shown.returncode == 0, shown.stderr
+        assert keys[-1].hex() in shown.stdout
+        assert "g0: 8 blocks" in shown.stdout
+        assert cli("ls", "--worker", "g1").returncode == 1
+        wrong = cli("ls", "--worker", "g7")
+        assert (wrong.returncode, "g0" in wrong.stderr) == (2, True)
+        assert cli("ls", "--limit", "0").returncode == 2

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_client import COMPONENTS, GuardProcess, until
+from engine_client import COMPONENTS, GuardProcess
+from waiting import until
 
 HERE = Path(__file__).parent
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 COMPONENT = "kvcr"
 ENDPOINTS = ("status", "inspect", "control")
 MAX_INSPECT_KEYS = 2048
+MAX_LISTED = 10_000
 
 DEFAULTS = {
     # Deaths are told by revoking leases. With 5 s a stop of etcd for 20 s ended the runtime (measured).
@@ -125,7 +126,8 @@ class KvcrComponent:
         return dict(await self._ask(lambda: self._view.inspect(keys)))
 
     async def _control(self, request: Request) -> Answer:
-        """``{"op": "identity"}``: the instance record. ``{"op": "heartbeat"}``: state of the inventory."""
+        """``{"op": "identity"}``: the instance record. ``{"op": "heartbeat"}``: state of the inventory.
+        ``{"op": "list", "limit": n}``: chains in the pool, see :func:`kvcr.guard.listing.chains`."""
         op = request.get("op") if isinstance(request, dict) else None
         if op == "identity":
             identity: Answer = msgspec.to_builtins(self._record())
@@ -139,7 +141,13 @@ class KvcrComponent:
                 "count": beat.count,
                 "digest": beat.digest,
             }
-        raise ProtocolError(f"control op {op!r} is unknown; use 'identity' or 'heartbeat'")
+        if op == "list":
+            limit = request.get("limit")
+            if not isinstance(limit, int) or not 0 <= limit <= MAX_LISTED:
+                raise ProtocolError(f"limit is {limit!r}; it must be a number from 0 to {MAX_LISTED}")
+            worker_id = self._extra_status()["worker_id"]
+            return {**await self._ask(lambda: self._view.chains(limit)), "worker_id": f"{worker_id:x}"}
+        raise ProtocolError(f"control op {op!r} is unknown; use 'identity', 'heartbeat' or 'list'")
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)

@@ -134,6 +134,14 @@ class Fleet:
                 self.ignored[f"router {instance:x}: {error or type(error).__name__}"] += 1
         return answers
 
+    async def sessions(self, chains: list[tuple[int, str]]) -> dict[str, dict[str, str]]:
+        """Key of a chain's last block, given with its position, to the session that goes through it, as far
+        as a router knows one."""
+        known: dict[str, dict[str, str]] = {}
+        for answer in await self._ask_routers("status", {"chains": chains}):
+            known |= answer.get("sessions", {})
+        return known
+
     async def order_mode(self, mode: str) -> None:
         """Tell the routers; they follow etcd. Raises EtcdUnavailable."""
         assert self._etcd is not None

@@ -48,7 +48,7 @@ from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
-from kvcr.pool import META, FileLock, Pool, boot_id, is_dead
+from kvcr.pool import META, FileLock, Listing, Pool, boot_id, is_dead
 from kvcr.pool.files import require_room
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.engine import Alive, Hello, to_guard
@@ -714,6 +714,10 @@ class Guard:
                 }
             blocks.append(block)
         return {"guard": self.name, "epoch": self.epoch, "blocks": blocks}
+
+    def listing(self) -> Listing | None:
+        """See :meth:`kvcr.guard.view.GuardView.chains`."""
+        return self.pool.listing(time.monotonic()) if self.pool is not None else None
 
     def _state_changed(self, previous: GuardState, state: GuardState) -> None:
         now_s = time.monotonic()

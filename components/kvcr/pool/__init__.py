@@ -10,7 +10,7 @@ from kvcr.pool.locks import FileLock, WriterLock, engine_is_dead, is_dead, write
 from kvcr.pool.meta import DATA, META, SPARE_ROWS, boot_id, time_namespace
 from kvcr.pool.pool import Pool
 from kvcr.pool.reader import Found, Hits, PoolReader
-from kvcr.pool.record import Changes, CommitResult, Granted, Record, SnapshotPage
+from kvcr.pool.record import Changes, CommitResult, Granted, Listing, Record, SnapshotPage
 from kvcr.pool.recovery import Recovery
 from kvcr.pool.region import DataRegion, RegionInfo, checksum_parts, copy_parts
 from kvcr.pool.state import COOLING_S, SlotState, pack_control, unpack_control
@@ -27,6 +27,7 @@ __all__ = [
     "Found",
     "Granted",
     "Hits",
+    "Listing",
     "Pool",
     "PoolReader",
     "Record",

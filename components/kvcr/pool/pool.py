@@ -24,6 +24,7 @@ from kvcr.pool.record import (
     Columns,
     CommitResult,
     Granted,
+    Listing,
     Record,
     SnapshotPage,
     first_of_each,
@@ -573,6 +574,19 @@ class Pool:
         more = len(found) > len(slots)
         return SnapshotPage(
             record.keys, record.engine_hashes, record.positions, int(slots[-1]) + 1 if more else -1
+        )
+
+    def listing(self, now_s: float) -> Listing:
+        """Every READY block. Copies, about 80 bytes a block: to be looked at on another thread."""
+        meta, slots = self._meta, self._ready_slots()
+        return Listing(
+            meta.keys[slots],
+            meta.parents[slots],
+            meta.positions[slots],
+            now_s - self._last_used_s[slots],
+            now_s - meta.stored_at[slots],
+            self._leases[slots] > 0,
+            self._pinned_until_s[slots] > now_s,
         )
 
     def ready_from(self, cursor: int, limit: int) -> Granted:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import native
 from kvcr.pool.meta import Meta
-from kvcr.pool.state import I32, U32, U64, Mask, generations_of
+from kvcr.pool.state import F64, I32, U32, U64, Mask, generations_of
 
 
 class Granted(NamedTuple):
@@ -89,6 +89,22 @@ class SnapshotPage(NamedTuple):
     engine_hashes: U64
     positions: U32
     next_cursor: int
+
+
+class Listing(NamedTuple):
+    """Every READY block, for whoever lists them."""
+
+    keys: U64
+    """[n, 2]"""
+    parents: U64
+    """[n, 2]"""
+    positions: U32
+    idle_s: F64
+    """since the last use"""
+    age_s: F64
+    """since it was stored"""
+    leased: Mask
+    pinned: Mask
 
 
 def key_rows(blob: bytes, count: int, name: str) -> U64:
