@@ -51,7 +51,8 @@ one host."""
 ENGINE_BLOCKS = 64
 START_S = 60.0
 SETTLE_S = 1.0
-"""For links, agents and page tables, which are made ahead."""
+"""For links, agents and page tables, which are made ahead: until memory has not grown for this long."""
+MOST_SETTLE_S = 30.0
 PULL_S = 20.0
 SCRATCH_BYTES = 256 << 20
 
@@ -195,8 +196,29 @@ def pair(block_bytes: int, slots: int, transport: str) -> Iterator[tuple[Engine,
         engines = Engine(guards[0], block_bytes, ENGINE_BLOCKS), Engine(guards[1], block_bytes)
         for engine in engines:
             stack.enter_context(contextlib.closing(engine.kv))
-        time.sleep(SETTLE_S)
+        settle([guard.process.pid for guard in guards])
         yield engines
+
+
+def settle(pids: Sequence[int]) -> None:
+    """Wait until these processes and their children have mapped what they map ahead."""
+    until_s = time.monotonic() + MOST_SETTLE_S
+    before, since_s = -1, time.monotonic()
+    while time.monotonic() < min(until_s, since_s + SETTLE_S):
+        now = sum(_resident_pages(pid) for pid in pids)
+        if now > before:
+            before, since_s = now, time.monotonic()
+        time.sleep(0.05)
+
+
+def _resident_pages(pid: int) -> int:
+    """Of a process and its children; 0 when it is gone."""
+    try:
+        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return own + sum(_resident_pages(int(child)) for child in children)
 
 
 @contextlib.contextmanager
@@ -283,7 +305,7 @@ def local(block_bytes: int, reps: dict[int, int]) -> dict[int, Times]:
         engine = Engine(guard, block_bytes, ENGINE_BLOCKS)
         stack.enter_context(contextlib.closing(engine.kv))
         copy = stack.enter_context(contextlib.closing(Memcpy(guard.pool_dir, block_bytes)))
-        time.sleep(SETTLE_S)
+        settle([guard.process.pid])
         taken, result = 0, {}
         for count, times in reps.items():
             row: Times = {"memcpy": [], "deposit": [], "load": []}

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench import _transfer_ours as ours
 from bench import _transfer_proto as proto
+from bench import _transfer_socket as plain
 from bench import peer_venv
 from bench._common import run, say
 from demo.table import print_table
@@ -56,7 +57,8 @@ GOALS = {
 """All are "at least", but for the prototype ("at most" so many times its time) and idling ("at most")."""
 
 Samples = dict[tuple[str, str, str, int], list[float]]
-"""(who, what, block size, blocks) -> seconds. ``who``: a transport of ours, ``ours``, ``kvcr``, ``proto``."""
+"""(who, what, block size, blocks) -> seconds. ``who``: a transport of ours, ``ours``, ``kvcr``, ``proto``, or
+``socket``: the same bytes over a TCP connection, and nothing else."""
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
@@ -124,6 +126,8 @@ def _measure_size(samples: Samples, peer: Peer, name: str, block_bytes: int, qui
         say(f"{name}: {transport}")
         for blocks, times in ours.pulls(block_bytes, transport, reps).items():
             _add(samples, transport, times, name, blocks)
+    for blocks, times in plain.pulls(block_bytes, reps).items():
+        _add(samples, "socket", times, name, blocks)
     if name == "256 KiB":
         _extend(samples, ("proto", "pull", name, 1), proto.pulls(block_bytes, 1, reps[1]))
     say(f"{name}: deposit and load")
@@ -180,6 +184,9 @@ def _figures(samples: Samples) -> dict[str, Any]:
         "pull_32x1m_over_memcpy": {
             transport: _over_memcpy(samples, transport, "pull", "1 MiB", 32) for transport in ours.TRANSPORTS
         },
+        "pull_32x1m_tcp_over_socket": ratio(
+            median("socket", "pull", "1 MiB", 32), median("tcp", "pull", "1 MiB", 32)
+        ),
         "concurrent_kvcr_ratio": ratio(
             median("kvcr", many, "256 KiB", CONCURRENT["blocks"]),
             median("shm", many, "256 KiB", CONCURRENT["blocks"]),
