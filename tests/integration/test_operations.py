@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -119,6 +120,41 @@ def test_over_tcp_nothing_lands_after_the_deadline(directory: Path) -> None:
         assert (target.region.array[slots] == 0xA5).all()
         until(lambda: fetched_whole(target, keys, root, sources), "the peer is used again")
         assert (target.region.array[slots] == 0xA5).all()
+
+
+# --- a request that ends while its blocks come -------------------------------------------------------
+
+
+@every_transport
+def test_pulls_cancelled_at_any_moment_give_every_slot_back(
+    directory: Path, transport: str, env: dict[str, str] | None
+) -> None:
+    """Two at a time of the same blocks, each ended at a moment of its own between its first message and its
+    last: also one that waits for the blocks of the other."""
+    chains, count = 12, 60
+    with (
+        guards(directory, "a", "b", arguments=["--transport", transport], env=env, slots=900) as (a, b),
+        EngineClient(a, "engine-a") as source,
+        EngineClient(b, "engine-b") as target,
+    ):
+        pick = random.Random(4)
+        sources = [Source(a.endpoint, 0, count)]
+        stored = [chain(count, f"tenant-{number}") for number in range(chains)]
+        for root, keys in stored:
+            source.deposit(keys, root)
+        assert fetched_whole(target, stored[0][1], stored[0][0], sources)
+        for number, (root, keys) in enumerate(stored[1:]):
+            for name in ("first", "second"):
+                target.start_fetch(f"{name}-{number}", keys, root, sources)
+            for name in pick.sample(["first", "second"], 2):
+                time.sleep(pick.uniform(0.0, 0.004))
+                target.finish(f"{name}-{number}")
+        assert_slots_are_back(b)
+        # And no key is taken to be on its way for ever.
+        for root, keys in stored[1:]:
+            assert fetched_whole(target, keys, root, sources)
+            assert all(target.right(keys))
+        assert_slots_are_back(b)
 
 
 # --- a NIXL process that hangs or dies ---------------------------------------------------------------
