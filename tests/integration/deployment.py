@@ -40,7 +40,9 @@ class Deployment:
             "DYN_LOG": "error",
         }
 
-    def guard(self, name: str = "g0", *arguments: str, env: dict[str, str] | None = None) -> GuardProcess:
+    def guard(
+        self, name: str = "g0", *arguments: str, env: dict[str, str] | None = None, wait: bool = True
+    ) -> GuardProcess:
         return GuardProcess(
             self.directory,
             name,
@@ -50,6 +52,7 @@ class Deployment:
             *arguments,
             slots=64,
             env={**self.environment, **(env or {})},
+            wait=wait,
         )
 
     async def etcd(self) -> EtcdClient:

@@ -53,10 +53,10 @@ def a_pair(
 ) -> Iterator[tuple[EngineClient, EngineClient]]:
     """Guards ``a`` and ``b``, each with an engine."""
     with (
-        deployment.guard("a", *arguments, **options) as a,
-        deployment.guard("b", *arguments, **options) as b,
-        EngineClient(a, "engine-a") as source,
-        EngineClient(b, "engine-b") as target,
+        deployment.guard("a", *arguments, **options, wait=False) as a,
+        deployment.guard("b", *arguments, **options, wait=False) as b,
+        EngineClient(a.wait_ready(), "engine-a") as source,
+        EngineClient(b.wait_ready(), "engine-b") as target,
     ):
         yield source, target
 
