@@ -425,6 +425,46 @@ FLEET: dict[str, tuple[Panel, ...]] = {
             span=12,
         ),
     ),
+    "Streams and leases": (
+        Panel(
+            "Lag of the inventory",
+            units.Short,
+            (("{{guard}}", "max by (guard) (kvcr_router_inventory_lag_batches)"),),
+            "Batches that guards have published and a router has not applied. A gap is repaired at once.",
+            span=6,
+        ),
+        Panel(
+            "Events dropped",
+            units.Short,
+            (
+                ("inventory", "sum(increase(kvcr_cluster_batches_dropped_total[$__range]))"),
+                ("states", "sum(increase(kvcr_failover_events_dropped_total[$__range]))"),
+                ("router", "sum(increase(kvcr_router_bus_dropped_total[$__range]))"),
+            ),
+            "While NATS was away for long. Routers ask guards for what they missed.",
+            span=6,
+        ),
+        Panel(
+            "Connections made",
+            units.Short,
+            (
+                ("{{instance}} to NATS", "sum by (instance) (kvcr_router_bus_connects_total)"),
+                ("{{instance}} to Dynamo", "sum by (instance) (kvcr_cluster_runtimes_total)"),
+            ),
+            "Since the process started; more than one is a reconnect.",
+            span=6,
+        ),
+        Panel(
+            "Leases of peers",
+            units.Short,
+            (
+                ("held at {{instance}}", "sum by (instance) (kvcr_leases)"),
+                ("{{how}}, per second", f"{rate('kvcr_leases_ended_total', 'how')} or vector(0)"),
+            ),
+            "released: the reader said that it was done. expired: it did not in time.",
+            span=6,
+        ),
+    ),
 }
 
 DASHBOARDS = {

@@ -18,7 +18,10 @@ _WAIT_S = 10.0
 
 
 def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Run the command. Returns its exit code: 0, 1 when a replay differs, 2 when nothing is found."""
+    """Run the command. Returns its exit code.
+
+    0; 1 when a replay differs or no router is reached; 2 when nothing is found.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m router_hints explain",
         description="Print the candidates of a plan, their cost terms in seconds, and the winner.",
@@ -38,7 +41,12 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
     if options.log:
         entries = _from_log(options.log, options.request, options.last)
     else:
-        entries = asyncio.run(_from_routers(options, environment))
+        try:
+            entries = asyncio.run(_from_routers(options, environment))
+        except Exception as error:  # noqa: BLE001, the runtime raises plain ones
+            where = "ETCD_ENDPOINTS and DYN_NAMESPACE say where it is; kvcr explain finds it"
+            print(f"no router was reached: {error or type(error).__name__}; {where}", file=sys.stderr)
+            return 1
     if not entries:
         print(f"no plan of {options.request or 'any request'} is kept", file=sys.stderr)
         return 2
@@ -74,7 +82,8 @@ async def _from_routers(options: argparse.Namespace, environment: Mapping[str, s
         asyncio.get_running_loop(),
         env("DYN_DISCOVERY_BACKEND", "etcd"),
         env("DYN_REQUEST_PLANE", "tcp"),
-        event_plane=env("DYN_EVENT_PLANE", "nats"),
+        # Nothing is published here, so NATS need not be there.
+        event_plane="zmq",
     )
     found: list[dict[str, Any]] = []
     try:

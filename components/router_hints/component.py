@@ -95,6 +95,7 @@ class RouterComponent:
             settings.namespace, self._workers, self._guards, self._metrics, settings.secret
         )
         self._bus.on_connect(self._failovers.catch_up)
+        self._bus.on_connect(self._connected)
         self._placement: Placement | None = None
         self._agents = Agents(
             settings,
@@ -203,6 +204,9 @@ class RouterComponent:
         if self._placement is None:
             raise NoWorker("no worker has been ready yet")
         return self._placement
+
+    async def _connected(self, _: object) -> None:
+        self._metrics.bus_connects.inc()
 
     def _subscribe(self) -> None:
         place = (self._settings.namespace, self._settings.worker_component, self._settings.worker_endpoint)
@@ -362,6 +366,7 @@ class RouterComponent:
         self._agents.forget_guard(name)
         with contextlib.suppress(KeyError):
             self._metrics.index_blocks.remove(name)
+            self._metrics.inventory_lag.remove(name)
 
     def _load_reports(self, raw: bytes) -> None:
         now = time.monotonic()
@@ -394,6 +399,8 @@ class RouterComponent:
         metrics, now = self._metrics, time.monotonic()
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
+            metrics.inventory_lag.labels(guard).set(self._index.lag(guard))
+        metrics.news_age_seconds.set(self._agents.replicas.stale_s)
         self._agents.measure()
         metrics.g1_blocks.set(len(self._g1))
         metrics.g1_parked.set(self._g1.parked_blocks)

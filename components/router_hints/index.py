@@ -176,6 +176,11 @@ class LocationIndex:
         stream = self._streams.get(guard)
         return 0 if stream is None else self._table.count(stream.bit)
 
+    def lag(self, guard: str) -> int:
+        """Batches that the guard is known to have published and that were not applied yet."""
+        stream = self._streams.get(guard)
+        return 0 if stream is None else max(0, stream.behind - stream.sequence)
+
     @property
     def evicted_blocks(self) -> int:
         """Blocks that had to leave a full table, since the start; one with two holders counts twice."""

@@ -74,6 +74,12 @@ class Metrics:
         self.index_blocks = Gauge(
             "kvcr_router_index_blocks", "Blocks indexed for a guard", ["guard"], registry=registry
         )
+        self.inventory_lag = Gauge(
+            "kvcr_router_inventory_lag_batches",
+            "Batches of changes that a guard has published and the index has not",
+            ["guard"],
+            registry=registry,
+        )
         self.index_evicted = Gauge(
             "kvcr_router_index_evicted_blocks",
             "Blocks evicted from the index because it is full, since the start",
@@ -207,6 +213,16 @@ class Metrics:
         self.g1_repairs = Counter(
             "kvcr_router_g1_repairs_total",
             "Times the view of engine memory was read again from Dynamo's KvRouter",
+            registry=registry,
+        )
+        self.news_age_seconds = Gauge(
+            "kvcr_router_news_age_seconds",
+            "How long ago the other router that is heard least was heard; 0 without others",
+            registry=registry,
+        )
+        self.bus_connects = Counter(
+            "kvcr_router_bus_connects_total",
+            "Connections made to NATS, the first one included",
             registry=registry,
         )
         self.bus_dropped = Counter(

@@ -87,6 +87,9 @@ def assert_counters_agree(source: GuardProcess, target: GuardProcess, transport:
     assert source.wait_metric(f"kvcr_served_blocks_total{label}", blocks) == blocks
     assert target.metrics()[f"kvcr_pulled_bytes_total{label}"] == blocks * BLOCK_BYTES
     assert source.metrics()[f"kvcr_served_bytes_total{label}"] == blocks * BLOCK_BYTES
+    if blocks > 8 or transport != "shm":  # Up to 8 blocks are read from the mapped pool, without a lease.
+        assert source.wait_metric('kvcr_leases_ended_total{how="released"}', 1) >= 1
+        assert source.metrics()["kvcr_leases"] == 0
 
 
 def assert_no_slot_is_lost(client: EngineClient, within_s: float = PATIENCE_S) -> None:

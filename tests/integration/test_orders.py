@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvcr drain`` and ``kvcr mode``: a live router obeys, and the command says what came of it.
 
-And ``kvcr top --hot``: what it knows of its requests.
+And ``kvcr top --hot`` and ``kvcr explain``: what it knows of its requests.
 """
 
 from __future__ import annotations
@@ -145,6 +145,18 @@ def test_the_prefix_that_many_ask_for_is_the_hottest(scene: Scene) -> None:
     assert metrics['kvcr_router_hot_prefix_guards{rank="01"}'] == len(hottest["guards"])
     shown = int(metrics['kvcr_router_hot_prefix_key{rank="01"}'])
     assert f"{shown:012x}" == hottest["key"][:12]
+    assert metrics["kvcr_router_bus_connects_total"] == 1
+    until(
+        lambda: scene.stack.metrics()['kvcr_router_inventory_lag_batches{guard="g0"}'] == 0, "no event waits"
+    )
+
+
+def test_the_last_plan_is_explained(scene: Scene) -> None:
+    assert scene.stack.ask(scene.held())[0] == 200
+    plan = scene.kvcr("explain")
+    assert plan["plan_id"]
+    assert scene.kvcr("explain", plan["plan_id"])["request_id"] == plan["request_id"]
+    assert "no plan of nobody is kept" in scene.kvcr("explain", "nobody", code=2)["error"]
 
 
 def test_an_unknown_worker_is_refused_with_the_known_ones(scene: Scene) -> None:

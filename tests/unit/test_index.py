@@ -301,6 +301,9 @@ def test_a_gap_asks_for_exactly_what_is_missing_once_the_guard_is_known() -> Non
             index.apply(said)
     (wanted,) = index.repairs()
     assert (wanted.kind, wanted.first, wanted.last) == (RepairKind.REPLAY, 4, 5)
+    assert index.lag("a") == 7, "up to 10 was published, up to 3 is known"
+    repair(index, {"a": guard})
+    assert index.lag("a") == index.lag("nobody") == 0
 
 
 def test_a_heartbeat_finds_the_loss_of_the_last_batch_and_a_wrong_set() -> None:

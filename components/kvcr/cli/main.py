@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from kvcr.cli import acts, fleet, graph, ls, orders, settings
+from kvcr.cli import acts, explain, fleet, graph, ls, orders, settings
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
 
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ls.run(arguments)
         if arguments.command in acts.COMMANDS:
             return acts.run(arguments)
+        if arguments.command == "explain":
+            return explain.run(arguments)
         if arguments.command in orders.COMMANDS:
             return orders.run(arguments)
         if arguments.command == "config":
@@ -106,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     graph.add_parser(commands)
     fleet.add_parsers(commands)
     ls.add_parser(commands)
+    explain.add_parser(commands)
     acts.add_parsers(commands)
     orders.add_parsers(commands)
     settings.add_parser(commands)

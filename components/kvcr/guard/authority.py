@@ -765,6 +765,7 @@ class Guard:
                     via=peer["via"],
                     why=peer["why"],
                 )
+        self.meters.leases.set(self._server.lease_count)
         if pool is not None:
             self.meters.epoch.set(pool.epoch)
             transit = self._fetches.transit

@@ -117,6 +117,12 @@ class Meters:
         self.peer_refusals = counter(
             "kvcr_peer_refusals_total", "Requests of peers and routers that were refused.", ["code"]
         )
+        self.leases = gauge("kvcr_leases", "Leases that peers hold here.")
+        self.leases_ended = counter(
+            "kvcr_leases_ended_total",
+            "Leases of peers that ended: released, expired, hung_up, renewed, pool_replaced.",
+            ["how"],
+        )
         self.canaries = counter(
             "kvcr_canaries_total",
             "Canary blocks read from peers before they are used: ok or failed.",

@@ -153,13 +153,13 @@ class PeerServer:
     def hung_up(self, caller: Caller) -> None:
         """A Unix connection closed: whatever it leased is read no more."""
         for lease_id in list(caller.leases):
-            self._end(lease_id)
+            self._end(lease_id, "hung_up")
         caller.leases.clear()
 
     def end_all(self) -> None:
         """Before the pool is replaced."""
         for lease_id in list(self._leases):
-            self._end(lease_id)
+            self._end(lease_id, "pool_replaced")
 
     def _hello(self, hello: PeerHello, reply: Reply) -> None:
         pool = self._host.pool
@@ -246,7 +246,7 @@ class PeerServer:
                 self._trace(lease_id, request, int(has.sum()))
         if request.renew:
             # After the new lease: what both name is held throughout.
-            self._end(request.renew)
+            self._end(request.renew, "renewed")
         absent = BlockStatus.GONE if request.renew else BlockStatus.MISS
         reply(
             Leased(
@@ -288,7 +288,7 @@ class PeerServer:
     ) -> int:
         self._last_lease += 1
         lease_id = self._last_lease
-        timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id))
+        timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id, "expired"))
         nixl = request.transport == "nixl"
         self._leases[lease_id] = _Lease(slots, generations, timer, nixl)
         if nixl:
@@ -319,7 +319,7 @@ class PeerServer:
                     "kvcr.result": "corrupt" if release.corrupt_slots else "released",
                 }
             )
-        self._end(release.lease_id)
+        self._end(release.lease_id, "released")
         known = release.transport in TRANSPORTS or release.transport in self._host.plugins
         if known and release.block_count > 0 and release.byte_count > 0:
             self._meters.served_blocks.inc(release.block_count, transport=release.transport)
@@ -327,11 +327,12 @@ class PeerServer:
         if release.corrupt_slots:
             self._scrubber.check(i32(release.corrupt_slots), u64(release.corrupt_generations), "source")
 
-    def _end(self, lease_id: int) -> None:
+    def _end(self, lease_id: int, how: str) -> None:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return
         lease.timer.cancel()
+        self._meters.leases_ended.inc(how=how)
         lease.span.end({"kvcr.result": "ended without a release"})
         if self._host.pool is not None:
             self._host.pool.unlease(lease.slots, lease.generations)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvcr explain``: why a request went where it went, asked of the routers of a running deployment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import Any
+
+from kvcr.cli import deployment
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    explain = commands.add_parser(
+        "explain",
+        help="why a request went to its worker",
+        description="The candidates of a plan, their cost terms in seconds, and the winner. Exit code 2: no "
+        "such plan is kept; 1: planning again from the logged inputs differs.",
+    )
+    deployment.add_options(explain)
+    explain.add_argument(
+        "request", nargs="?", default="", help="request id or plan id; without it the last plans"
+    )
+    explain.add_argument(
+        "--last", type=int, default=1, metavar="N", help="without a request: that many (%(default)s)"
+    )
+    explain.add_argument("--replay", action="store_true", help="plan again from the inputs and compare")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError when no deployment is found."""
+    # The router's own program: KVCR works with other routers, and knows none of them.
+    command = [sys.executable, "-m", "router_hints", "explain", "--last", str(arguments.last)]
+    command += ["--replay"] if arguments.replay else []
+    command += ["--json"] if arguments.json else []
+    command += [arguments.request] if arguments.request else []
+    found = deployment.find(arguments)
+    environment = {
+        "DYN_LOG": "error",
+        **os.environ,
+        "ETCD_ENDPOINTS": found.etcd,
+        "DYN_NAMESPACE": found.namespace,
+    }
+    return subprocess.run(command, env=environment, check=False).returncode
