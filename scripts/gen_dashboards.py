@@ -69,6 +69,11 @@ def rate(metric: str, by: str = "", where: str = "") -> str:
     return f"sum{grouped} (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
+def or_none(expression: str, label: str) -> str:
+    """Zero, by a name, beside what there is: a panel without data would look broken."""
+    return f'{expression} or label_replace(vector(0), "{label}", "none", "", "")'
+
+
 def quantile(q: float, histogram: str, by: str = "") -> str:
     """Of a histogram's observations in the interval."""
     grouped = f"le, {by}" if by else "le"
@@ -114,7 +119,7 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Blocks that did not arrive",
             units.OpsPerSecond,
-            (("{{status}}", f"{rate('kvcr_failed_blocks_total', 'status')} or vector(0)"),),
+            (("{{status}}", or_none(rate("kvcr_failed_blocks_total", "status"), "status")),),
             "miss: nobody has it; gone: evicted meanwhile; too_slow: recomputing is faster; failed.",
         ),
         Panel(
@@ -135,7 +140,7 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Evictions by reason",
             units.OpsPerSecond,
-            (("{{reason}}", f"{rate('kvcr_evicted_blocks_total', 'reason')} or vector(0)"),),
+            (("{{reason}}", or_none(rate("kvcr_evicted_blocks_total", "reason"), "reason")),),
             "Blocks that made room.",
             span=12,
         ),
@@ -144,7 +149,7 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Actions by kind and result",
             units.OpsPerSecond,
-            (("{{action}} {{code}}", f"{rate('kvcr_actions_total', 'action, code')} or vector(0)"),),
+            (("{{action}} {{code}}", or_none(rate("kvcr_actions_total", "action, code"), "action")),),
             "What guards were told to do, and how it ended.",
             span=12,
         ),
@@ -186,7 +191,12 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Corrupt blocks",
             units.Short,
-            (("{{where}}", "sum by (where) (increase(kvcr_corrupt_blocks_total[$__range])) or vector(0)"),),
+            (
+                (
+                    "{{where}}",
+                    or_none("sum by (where) (increase(kvcr_corrupt_blocks_total[$__range]))", "where"),
+                ),
+            ),
             "Blocks that failed their checksum, by who found out. They are recomputed.",
         ),
         Panel(
@@ -295,7 +305,7 @@ FAILOVER: dict[str, tuple[Panel, ...]] = {
             (
                 (
                     "{{message}}",
-                    "sum by (message) (increase(kvcr_stale_messages_total[$__range])) or vector(0)",
+                    or_none("sum by (message) (increase(kvcr_stale_messages_total[$__range]))", "message"),
                 ),
             ),
             "Refused, as the engine that sent them had been declared dead.",
@@ -309,7 +319,7 @@ FAILOVER: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Self-checks",
             units.Short,
-            (("{{result}}", "sum by (result) (kvcr_self_checks_total) or vector(0)"),),
+            (("{{result}}", or_none("sum by (result) (kvcr_self_checks_total)", "result")),),
             "Idle comparisons of the directory with what the guard believes.",
         ),
     ),
@@ -359,7 +369,7 @@ FLEET: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Hints",
             units.OpsPerSecond,
-            (("{{action}}", f"{rate('kvcr_router_hints_total', 'action')} or vector(0)"),),
+            (("{{action}}", or_none(rate("kvcr_router_hints_total", "action"), "action")),),
             "By primitive.",
         ),
         Panel(
@@ -459,7 +469,7 @@ FLEET: dict[str, tuple[Panel, ...]] = {
             units.Short,
             (
                 ("held at {{instance}}", "sum by (instance) (kvcr_leases)"),
-                ("{{how}}, per second", f"{rate('kvcr_leases_ended_total', 'how')} or vector(0)"),
+                ("{{how}}, per second", or_none(rate("kvcr_leases_ended_total", "how"), "how")),
             ),
             "released: the reader said that it was done. expired: it did not in time.",
             span=6,

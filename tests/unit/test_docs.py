@@ -20,8 +20,8 @@ DOCUMENTS = [
 every_document = pytest.mark.parametrize(
     "path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)).removeprefix("docs/")
 )
-OTHERS = {"--shm-size", "--no-deps", "--kvcr"}
-"""Flags of Docker and pip, and the switch of a graph."""
+OTHERS = {"--shm-size", "--no-deps", "--kvcr", "--no-password"}
+"""Flags of Docker, pip and etcd, and the switch of a graph."""
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
 
