@@ -9,9 +9,11 @@ answer so far, planned like any other prompt. Errors of the worker itself pass t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from kvcr.errors import ConfigError
 from kvcr.protocol.events import event, hints_subject
 from kvcr.tracing import NOT_TRACING, Tracer
 from router_hints.costs import CostModel, Rank
+from router_hints.egress import Outlet, Sender
 from router_hints.explain import PlanLog
 from router_hints.guards import GuardDirectory
 from router_hints.hints import build_notice
@@ -43,6 +46,8 @@ from router_hints.workers import WorkerTable
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
+_SLOW_CLIENTS = 256
+"""Clients that read too slowly to be sent to at once, each of which holds a thread."""
 
 _UNREACHABLE = (
     CannotConnect,
@@ -108,26 +113,48 @@ class Dispatcher:
         self._send = send
         self._books = books
         self._notices: set[asyncio.Task[bool]] = set()
+        self._threads = ThreadPoolExecutor(_SLOW_CLIENTS, thread_name_prefix="egress")
 
-    async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
+    async def generate(
+        self, request: dict[str, Any], context: Context, response_sender: Sender | None = None
+    ) -> AsyncIterator[Any]:
         """Serve one request.
 
-        Raises HttpError where a stock router would fail, Disconnected when the worker went away after its
-        first output, or what the worker raised.
+        Outputs go to the sender, which Dynamo passes to a handler that names it, and then none is yielded.
+        Its health check and callers in this process pass none. Raises HttpError where a stock router would
+        fail, Disconnected when the worker went away after its first output, or what the worker raised.
         """
         begun = time.monotonic()
         prompt = self._read(request, context.metadata)
         visit = self._books.visits.arrive(prompt)
         try:
-            async for output in self._serve(request, context, prompt, visit, begun):
-                yield output
+            async with contextlib.aclosing(self._serve(request, context, prompt, visit, begun)) as served:
+                if response_sender is None:
+                    async for output in served:
+                        yield output
+                else:
+                    await self._push(served, response_sender, context)
         finally:
             # Also when the client left and this generator is closed at its yield.
             self._books.visits.leave(visit)
 
+    async def _push(self, served: AsyncIterator[Any], sender: Sender, context: Context) -> None:
+        outlet = Outlet(sender, self._threads)
+        try:
+            try:
+                async for output in served:
+                    await outlet.put(output)
+            finally:
+                # Also before an error: what the worker put out is the client's.
+                await outlet.flush()
+        except RuntimeError:
+            # How the sender says that the client left, beside stopping the context.
+            if not context.is_stopped():
+                raise
+
     async def _serve(
         self, request: dict[str, Any], context: Context, prompt: Prompt, visit: Visit, begun: float
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any]:
         tried: list[int] = []
         while True:
             placed = await self._place_traced(prompt, tried, visit, context)

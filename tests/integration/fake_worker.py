@@ -9,6 +9,8 @@ chooses how it is treated with the header ``x-dynamo-meta-behaviour``:
 ``hang``   no output at all, until the request is cancelled
 ``error``  an exception before the first output
 ``late``   one token, then an exception
+``many``   300 tokens as fast as they are taken
+``flood``  a million tokens and 90 MB as fast as they are taken, and ``flooded`` is said at the end
 
 With ``x-dynamo-meta-prefill`` the first output takes that many seconds, as a prefill would.
 
@@ -125,14 +127,17 @@ async def main(options: argparse.Namespace) -> None:
                 "served", id=context.id(), **await asyncio.to_thread(engine.serve, context.id(), prompt, hint)
             )
         announce(prompt)
-        count = 100 if behaviour == "slow" else 3
+        count = {"slow": 100, "many": 300, "flood": 10_000}.get(behaviour, 3)
+        tokens = 100 if behaviour == "flood" else 1
         for index in range(count):
             if context.is_stopped():
                 say("cancelled", id=context.id(), at=index)
                 return
-            out: dict[str, Any] = {"token_ids": [72 + index % 20], "index": 0}
+            out: dict[str, Any] = {"token_ids": [72 + index % 20] * tokens, "index": 0}
+            if behaviour == "flood":
+                out["log_probs"] = [-0.5] * 1000
             if index == count - 1:
-                usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+                usage = {"prompt_tokens": len(prompt), "completion_tokens": count * tokens}
                 usage["total_tokens"] = sum(usage.values())
                 out |= {"finish_reason": "stop", "completion_usage": usage}
             yield out
@@ -140,6 +145,8 @@ async def main(options: argparse.Namespace) -> None:
                 raise ValueError("this worker was asked to fail late")
             if behaviour == "slow":
                 await asyncio.sleep(0.1)
+        if behaviour == "flood":
+            say("flooded", id=context.id())
 
     await register_model(
         ModelInput.Tokens,

@@ -281,11 +281,18 @@ class Stack:
 
     @contextlib.contextmanager
     def stream(
-        self, prompt: str, *, headers: dict[str, str] | None = None, **body: Any
+        self, prompt: str, *, headers: dict[str, str] | None = None, receive_bytes: int = 0, **body: Any
     ) -> Iterator[Iterator[dict[str, Any]]]:
-        """A streamed chat completion; leaving the block early is a client that disconnects."""
+        """A streamed chat completion; leaving the block early is a client that disconnects.
+
+        ``receive_bytes`` bounds what the client's system takes for it before it reads.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=30)
         try:
+            if receive_bytes:
+                connection.sock = socket.socket()
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+                connection.sock.connect(("127.0.0.1", self.http_port))
             connection.request(
                 "POST", "/v1/chat/completions", _chat(prompt, {"stream": True, **body}), _headers(headers)
             )

@@ -267,6 +267,20 @@ def test_a_stream_passes_through_as_it_comes(scene: Scene) -> None:
     assert "".join(texts)
 
 
+def test_a_client_that_does_not_read_holds_up_nobody_else(scene: Scene) -> None:
+    scene.quiet()
+    flooding = scene.workers["w0"]
+    options = {"headers": {"x-dynamo-meta-behaviour": "flood"}, "nvext": _pin(flooding)}
+    with scene.stack.stream("endless", max_tokens=1_048_576, receive_bytes=4096, **options) as chunks:
+        next(chunks)
+        # Until everything between worker and client is full, and for a while after.
+        for number in range(40):
+            assert scene.ask(f"meanwhile {number}")[0] == 200
+            time.sleep(0.1)
+        assert flooding.silent("flooded"), "the client's buffers hold all of it: nothing was tested"
+    flooding.expect("cancelled")
+
+
 def test_a_client_that_disconnects_reaches_the_worker_and_frees_the_booking(scene: Scene) -> None:
     scene.quiet()
     options = {"headers": {"x-dynamo-meta-behaviour": "slow"}, "nvext": _pin(scene.workers["w0"])}
