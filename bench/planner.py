@@ -6,27 +6,24 @@ deployments (nobody has the prompt, ten workers have a part, all have it with ho
 for a replay takes is part of it, hashing the prompt is not: that is reported beside it, for a prompt seen for
 the first time and for the next turn of a session that the router knows.
 
-The hop is measured with real etcd, NATS, frontends and fake workers, in three deployments in turns: a
-frontend that routes round robin to the workers, the stock frontend's KV router, and our router between
-frontend and workers. The hop of a router is what it adds to the first, at the tenth percentile of each, which
-a busy machine disturbs least; ``router_hop_over_stock`` is ours over the stock router's.
+The hop is what a router adds to a request and to each output token, measured with real etcd, NATS, frontends
+and fake workers (:mod:`bench._hop`). ``router_hop_over_stock`` compares ours with the stock KV router, which
+runs inside the frontend, ``router_hop_over_relay`` with a component that only passes on.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import statistics
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import _common
+from bench._hop import hops
 from kvcr.keys import KeySpace, extend_packed
 from kvcr.protocol.events import Inventory
 from router_hints.chains import Chain
@@ -36,8 +33,6 @@ from router_hints.inputs import PlanInputs
 from router_hints.ledger import Ledger
 from router_hints.planner import Holder, RequestView, Worker, plan
 from router_hints.topology import Link, Place, Topology
-from tests.integration.router_stack import BLOCK, Stack
-from tests.integration.tiny_tokenizer import write_model
 
 WORKERS = 64
 BLOCKS = 4096
@@ -135,70 +130,6 @@ def hashing(count: int) -> dict[str, float]:
     return {"hash_first_ms": statistics.median(first), "hash_next_turn_ms": statistics.median(later)}
 
 
-# --- the hop ---------------------------------------------------------------------------------------------
-
-
-def start(directory: Path, model: Path, kind: str) -> Stack:
-    """One deployment: two workers behind ``direct``, ``stock`` or ``ours``."""
-    directory.mkdir()
-    stack = Stack(directory, model)
-    surface = ["--surface", "none" if kind == "ours" else "chat"]
-    for name in ("w0", "w1"):
-        if kind == "ours":
-            _, control = stack.guard(f"guard-{name}")
-            stack.worker(name, *surface, "--control", control)
-        else:
-            stack.worker(name, *surface)
-    if kind == "ours":
-        stack.router()
-    mode = ["--router-mode", "kv", "--kv-cache-block-size", str(BLOCK)] if kind == "stock" else []
-    stack.start(
-        "frontend",
-        ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(stack.http_port)]
-        + (mode or ["--router-mode", "round-robin"]),
-    )
-    return stack
-
-
-def hops(rounds: int) -> dict[str, Any]:
-    taken: dict[str, list[float]] = {"direct": [], "stock": [], "ours": []}
-    stacks: dict[str, Stack] = {}
-    rng = random.Random(9)
-    with tempfile.TemporaryDirectory(prefix="kvcr-bench-") as scratch:
-        model = write_model(Path(scratch) / "tiny")
-        try:
-            for kind in taken:
-                _common.say(f"starting: {kind}")
-                stacks[kind] = start(Path(scratch) / kind, model, kind)
-            for stack in stacks.values():
-                stack.ready()
-            for number in range(rounds + 10):
-                # One token a byte: about a thousand, most of them new.
-                prompt = "the same beginning " * 10 + rng.randbytes(400).hex()
-                for kind, stack in stacks.items():
-                    begun = time.perf_counter()
-                    status, _ = stack.ask(prompt)
-                    if status != 200:
-                        raise SystemExit(f"{kind} answers {status}; logs in {stack.directory}")
-                    if number >= 10:
-                        taken[kind].append(1e3 * (time.perf_counter() - begun))
-            metrics = stacks["ours"].metrics()
-        finally:
-            for stack in stacks.values():
-                stack.close()
-    low = {kind: sorted(samples)[len(samples) // 10] for kind, samples in taken.items()}
-    stock_ms, ours_ms = low["stock"] - low["direct"], low["ours"] - low["direct"]
-    count = metrics["kvcr_router_plan_seconds_count"]
-    return {
-        "router_hop_over_stock": round(ours_ms / stock_ms, 2) if stock_ms > 0 else None,
-        "router_hop_ms": round(ours_ms, 3),
-        "stock_hop_ms": round(stock_ms, 3),
-        "direct_ms": round(low["direct"], 3),
-        "router_plan_mean_ms": round(1e3 * metrics["kvcr_router_plan_seconds_sum"] / count, 3),
-        "request_ms": {kind: _common.summary(samples) for kind, samples in taken.items()},
-    }
-
-
 def p99(samples: list[float]) -> float:
     return sorted(samples)[int(0.99 * len(samples))]
 
@@ -221,8 +152,9 @@ def measure(quick: bool) -> dict[str, Any]:
     hop = hops(60 if quick else 300)
     _common.say(
         f"hop {hop['router_hop_ms']:.2f} ms, stock {hop['stock_hop_ms']:.2f} ms, "
-        f"of {hop['direct_ms']:.2f} ms without a router"
+        f"relay {hop['relay_hop_ms']:.2f} ms, of {hop['direct_ms']:.2f} ms without a router"
     )
+    _common.say(f"a token, us: {hop['token_us']}; processor: {hop['cpu_token_us']}")
     return {
         "plan_p99_ms": max(each["p99_ms"] for each in figures.values()),
         "plan_cpu_p99_ms": max(each["cpu_p99_ms"] for each in figures.values()),
