@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -46,28 +47,44 @@ class G1Overlap:
             raise ProtocolError(f"KvRouter gives no dump: {error}") from error
         return decode_dump(text)
 
-    async def blocks(self, prompt: Prompt) -> dict[Rank, int]:
-        """Blocks from the first one on, by rank; empty when it cannot be known."""
-        if prompt.unkeyed_reason == "multimodal":
-            # Equal placeholder tokens do not make equal images.
+    def blocks(self, prompt: Prompt) -> Awaitable[dict[Rank, int]]:
+        """Blocks from the first one on, by rank; empty when it cannot be known.
+
+        Asked at once: Dynamo finds them in its own threads while the caller does something else.
+        """
+        asked = None
+        # Equal placeholder tokens do not make equal images.
+        if prompt.unkeyed_reason != "multimodal":
+            try:
+                asked = self._router.get_overlap_scores(
+                    prompt.tokens,
+                    lora_name=prompt.lora_name or None,
+                    include_shared=False,
+                    cache_namespace=prompt.salt or None,
+                )
+            except Exception as error:  # noqa: BLE001 - the binding raises bare Exception
+                self._complain(error)
+        return self._read(asked)
+
+    async def _read(self, asked: Awaitable[Any] | None) -> dict[Rank, int]:
+        if asked is None:
             return {}
         try:
-            scores = await self._router.get_overlap_scores(
-                prompt.tokens,
-                lora_name=prompt.lora_name or None,
-                include_shared=False,
-                cache_namespace=prompt.salt or None,
-            )
-        except Exception as error:  # noqa: BLE001 - the binding raises bare Exception; routing goes on without
-            if not self._complained:
-                log.warning("no G1 overlap from KvRouter: %s", error)
-            self._complained = True
+            scores = await asked
+        except Exception as error:  # noqa: BLE001 - the binding raises bare Exception
+            self._complain(error)
             return {}
         self._complained = False
         return {
             (int(row["worker_id"]), int(row.get("dp_rank") or 0)): int(row["device_blocks"])
             for row in scores["workers"]
         }
+
+    def _complain(self, error: Exception) -> None:
+        """Routing goes on without; it is said once."""
+        if not self._complained:
+            log.warning("no G1 overlap from KvRouter: %s", error)
+        self._complained = True
 
 
 class WorkerReport(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import numpy as np
 from kvcr.dynamo.orders import Orders, RouterMode
 from kvcr.keys import KEY_BYTES, KeySpace, extend_packed, unpack_keys
 from router_hints.cards import WorkerCard
-from router_hints.chains import Chain
+from router_hints.chains import Chain, as_array
 from router_hints.costs import CostModel, Rank
 from router_hints.g1 import EngineMemory
 from router_hints.guards import Guard, GuardDirectory
@@ -106,11 +106,14 @@ class Placement:
         """Plan for ``prompt``, on no worker in ``without``. ``chain`` spares hashing it.
 
         Raises :class:`router_hints.planner.NoWorker`."""
-        g1_blocks = await self._overlap(prompt)
+        asked = self._overlap(prompt)
         begun = time.perf_counter()
         view = prompt.view(uuid.uuid4().hex, self._workers.block_size)
-        candidates = self._candidates(g1_blocks, without)
         chains = self._chains(prompt, view.reusable_blocks, chain)
+        hashed_s = time.perf_counter() - begun
+        g1_blocks = await asked
+        begun = time.perf_counter() - hashed_s
+        candidates = self._candidates(g1_blocks, without)
         first_space = next(iter(chains.values()), b"")
         rates = self.heat.seen(first_space, time.monotonic())
         view = replace(view, router=self._router, rates_per_s=rates, turn=turn, session=session)
@@ -223,7 +226,7 @@ class Placement:
             if space is not None and known is not None and known.space == space:
                 chains[space] = known.cut(0, blocks)
             elif space is not None:
-                tokens = np.asarray(prompt.tokens[: blocks * size], dtype=np.uint32)
+                tokens = as_array(prompt.tokens)[: blocks * size]
                 chains[space] = extend_packed(space.root(), tokens, size)
         return chains
 

@@ -4,7 +4,6 @@ leave behind. One event loop."""
 
 from __future__ import annotations
 
-import array
 import asyncio
 import logging
 import time
@@ -13,13 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvcr.keys import KeySpace
 from kvcr.protocol.signals import BadSignal, Kind, Signal, read_signal
 from router_hints import turns
-from router_hints.chains import Chain
+from router_hints.chains import Chain, as_array
 from router_hints.desk import Desk
 from router_hints.messages import message_starts
 from router_hints.metrics import Metrics
@@ -97,7 +94,7 @@ class Visits:
         space = self._space(prompt.salt, session) if prompt.keyed else None
         if space is None:
             return Visit(turn, SessionView(home=session.home), None, signal, prompt.final)
-        tokens = _as_array(prompt.tokens)
+        tokens = as_array(prompt.tokens)
         run = self.desk.sessions.begin(key, parent, space, tokens, now_s)
         session.marks = message_starts(tokens, self.markers)
         final = prompt.final or (carried is not None and carried.kind in _END)
@@ -192,8 +189,3 @@ class Visits:
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _as_array(tokens: list[int]) -> npt.NDArray[np.uint32]:
-    # Four times as fast as numpy's own way from a list (28 and 6.6 ms for 131,072 tokens).
-    return np.frombuffer(array.array("I", tokens), dtype=np.uint32)
