@@ -25,8 +25,8 @@
 
 #define KEY_BYTES 16
 #define FIRST_SLOTS 4096
-// 128 holders: with the key 32 bytes, so that no entry of this size lies across two cache lines.
-#define FIRST_WORDS 2
+// 64 holders: with the key 24 bytes.
+#define FIRST_WORDS 1
 #define WORD_BITS 64
 // A slot has 32 bits of the key, which must be enough for its home.
 #define MOST_BLOCKS (INT64_C(1) << 31)
@@ -375,14 +375,18 @@ static void find_together(const Table *t, const Py_buffer *keys, Py_ssize_t i, P
         uint64_t at = key[0] & t->mask;
         while ((slot = t->slots[at]) && slot >> 32 != (uint32_t)key[0])
             at = (at + 1) & t->mask;
+        positions[j] = slot ? position_in(slot) : NOWHERE;
         if (slot)
-            __builtin_prefetch(entry_at(t, position_in(slot)));
+            __builtin_prefetch(entry_at(t, positions[j]));
     }
-    for (Py_ssize_t j = 0; j < count; j++) {
-        uint64_t key[2];
-        key_at(keys, i + j, key);
-        positions[j] = find(t, key);
-    }
+    for (Py_ssize_t j = 0; j < count; j++)
+        if (positions[j] != NOWHERE) {
+            uint64_t key[2];
+            key_at(keys, i + j, key);
+            // Another key with the same half of its first word was before it, or there is only that.
+            if (!is_key(entry_at(t, positions[j]), key))
+                positions[j] = find(t, key);
+        }
 }
 
 // ------------------------------------------------------------------------------------------- methods

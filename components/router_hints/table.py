@@ -6,7 +6,7 @@ of 16 bytes each. Bounded by ``max_blocks``: beyond it an entry that nobody look
 each new one, and counted for each of its holders; a missing entry costs a recompute, not a wrong answer. What
 becomes empty is given back to the system. Not thread-safe.
 
-33 bytes a block for up to 128 holders, 8 more for each further 64, and 16 to 32 for its place in the index.
+25 bytes a block for up to 64 holders, 8 more for each further 64, and 16 to 32 for its place in the index.
 """
 
 from __future__ import annotations
