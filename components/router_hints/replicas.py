@@ -2,7 +2,8 @@
 """Several routers that behave as one: each tells the others its bookings, sessions and announced turns.
 
 Their indexes need no sharing, each is built from the guards. What one replica says about itself replaces
-what it said before, so order and loss do not matter for long; what a dead one said is forgotten. One event
+what it said before, so order and loss do not matter for long; what a dead one said is forgotten. A replica
+that knows of no other says only that it is alive, and whoever it hears of is told everything. One event
 loop; ``publish`` must not block.
 """
 
@@ -137,24 +138,27 @@ class Replicas:
         """Book a request here and at the others."""
         self.desk.ledger.book(request_id, rank, prefill_tokens=prefill_tokens, blocks=blocks, copies=copies)
         self._own[request_id] = booking = Booking(rank, prefill_tokens, blocks, dict(copies))
-        self._say(self._booked(request_id, booking))
+        if self._peers:
+            self._say(self._booked(request_id, booking))
 
     def first_output(self, request_id: str) -> None:
         self.desk.ledger.first_output(request_id)
         if request_id in self._own:
             self._own[request_id].prefilling = False
-            self._say(Started(self.name, request_id))
+            if self._peers:
+                self._say(Started(self.name, request_id))
 
     def release(self, request_id: str) -> None:
         self.desk.ledger.release(request_id)
-        if self._own.pop(request_id, None) is not None:
+        if self._own.pop(request_id, None) is not None and self._peers:
             self._say(Released(self.name, request_id))
 
     def session_changed(self, session: Session) -> None:
         """Its chain or its home changed here."""
         session.changed_unix_s = time.time()
         session.writer = self.name
-        self._tell_session(session)
+        if self._peers:
+            self._tell_session(session)
 
     def turn_planned(self, turn: Announced, first: int = 0, end: int = 0, ready_s: float = 0.0) -> None:
         """An announced turn was planned here, or what is moved for it got on."""
@@ -198,6 +202,7 @@ class Replicas:
             if not isinstance(message, Hello):
                 # It knew us, or was told by nobody that we are here.
                 self._say(Hello(self.name))
+                self._tell_all()
         peer.heard_s = self.clock()
         self._take(message, peer)
 

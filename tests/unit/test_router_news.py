@@ -131,6 +131,21 @@ def test_a_replica_that_starts_is_told_what_is_in_flight() -> None:
     assert load_of(three, "g1") == (500, 2)
 
 
+def test_a_lone_replica_says_nothing_of_its_requests_and_tells_whoever_comes_whatever_it_says_first() -> None:
+    world = World(2)
+    one, two = Router(world, "router-1"), Router(world, "router-2")
+    for number in range(3):
+        name = f"r{number}"
+        one.replicas.book(name, world.ranks["g1"], prefill_tokens=500, blocks=10, copies={})
+    one.replicas.first_output("r1")
+    one.replicas.release("r2")
+    assert one.mail == []
+    two.replicas.tick()
+    two.mail[1:] = []
+    deliver(one, two)
+    assert load_of(two, "g1") == (500, 2)
+
+
 def test_lost_releases_are_noticed_and_put_right() -> None:
     world, one, two = pair()
     one.replicas.book("r1", world.ranks["g1"], prefill_tokens=500, blocks=10, copies={})
