@@ -9,7 +9,7 @@ python=.venv/bin/python
 stages=("$@")
 [ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs)
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
 summary=()
 failed=()
 status=0
@@ -17,11 +17,29 @@ status=0
 # Alerts and dashboards are tested on a real Prometheus. Where none can be had those tests say so and are skipped.
 if prometheus=$(bash scripts/prometheus.sh); then PATH=$prometheus:$PATH; fi
 
+# The width is that of a line that names a test and says what was wrong.
+run_pytest() {
+    COLUMNS=160 "$python" -m pytest "$@"
+}
+
+# Both halves at the same time, one after the other in the log.
+run_halves() {
+    local first second
+    run_pytest --half 2 "$1" >"$logs/half" 2>&1 &
+    second=$!
+    run_pytest --half 1 "$1"
+    first=$?
+    wait "$second"
+    second=$?
+    cat "$logs/half"
+    return $((first > second ? first : second))
+}
+
 run_stage() {
     case $1 in
     lint) bash scripts/lint.sh ;;
-    # The width is that of a line that names a test and says what was wrong.
-    unit | integration | crash | e2e) COLUMNS=160 "$python" -m pytest "tests/$1" ;;
+    unit | crash | e2e) run_pytest "tests/$1" ;;
+    integration) run_halves "tests/$1" ;;
     wheel) bash scripts/wheel-test.sh ;;
     docs) bash scripts/docs.sh --check ;;
     compose) bash scripts/compose-test.sh ;;
@@ -34,8 +52,8 @@ run_stage() {
 
 # pytest's own last line has the numbers, whatever a library writes after it; other stages end with a sentence.
 last_line() {
-    { grep -E '^=+ .* in [0-9.]+s' "$1" || grep -v '^[[:space:]]*$' "$1"; } | tail -n 1 |
-        sed 's/^=* *//; s/ *=*$//'
+    { grep -E '^=+ .* in [0-9.]+s' "$1" || grep -v '^[[:space:]]*$' "$1" | tail -n 1; } |
+        sed 's/^=* *//; s/ *=*$//' | paste -sd ';' | sed 's/;/; /g'
 }
 
 # The tests of a stage that failed; of one without tests, its end.

@@ -21,6 +21,24 @@ RUN_VARIABLE = "KVCR_TEST_RUN"
 ENDING_S = 3.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--half",
+        choices=("1", "2"),
+        help="run every second test module only: two calls at the same time do all, as most of it is waiting",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    half = config.getoption("--half")
+    if half is None:
+        return
+    modules = sorted({item.path for item in items})
+    others = set(modules[2 - int(half) :: 2])
+    config.hook.pytest_deselected(items=[item for item in items if item.path in others])
+    items[:] = [item for item in items if item.path not in others]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def run_id() -> Iterator[str]:
     """Names this run of pytest. When it is over, no process and no file in /dev/shm may carry the name."""

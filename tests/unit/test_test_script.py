@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = r"""#!/usr/bin/env bash
 case "${@: -1}" in
 tests/unit) echo '====== 3 passed in 0.10s ======' ;;
+tests/integration) case $* in *"--half 2"*) echo '====== 5 passed in 9.00s ======' && exit; esac ;;&
 *) cat <<'END'
 E   ERROR is a word of the output
 =========================== short test summary info ============================
@@ -47,7 +48,7 @@ def test_the_last_lines_name_what_failed(tmp_path: Path) -> None:
     end = done.stdout.partition("==== summary ====\n")[2].splitlines()
     assert [re.sub(r"\s+(\d+ s\s+)?", " ", line) for line in end] == [
         "unit passed 3 passed in 0.10s",
-        "integration FAILED (1) 1 failed, 7 passed, 1 error in 61.20s (0:01:01)",
+        "integration FAILED (1) 1 failed, 7 passed, 1 error in 61.20s (0:01:01); 5 passed in 9.00s",
         "lint FAILED (3) a.py:1 is too long",
         "",
         "---- failed: integration ----",
