@@ -12,10 +12,11 @@ import sys
 import uvloop
 from dynamo.runtime import DistributedRuntime
 
+from kvcr.dynamo.environment import prepare_environment
 from kvcr.errors import ConfigError
 from router_hints.asking import explain
 from router_hints.component import RouterComponent
-from router_hints.settings import RouterSettings, parse, prepare_environment
+from router_hints.settings import RouterSettings, parse
 
 log = logging.getLogger("router_hints")
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -214,9 +213,3 @@ def _secret(path: str) -> bytes | None:
             "use the file the guards were given"
         )
     return secret
-
-
-def prepare_environment() -> None:
-    """Set what Dynamo's runtime reads by itself and must not leave at its default."""
-    # With the default of 30 s an outage of etcd shorter than a minute ends the runtime for good.
-    os.environ.setdefault("ETCD_LEASE_TTL", "120")

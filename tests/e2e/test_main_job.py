@@ -18,10 +18,13 @@ import pytest
 from demo.client import ask
 from demo.metrics import growth
 from demo.observe import observe
+from kvcr.dynamo.etcd import connect
 from kvcr.protocol import events
+from tests.e2e import sockets
 from tests.e2e.agg import PROMPT_BLOCKS, Agg, damage, grown, messages, prompt_tokens, running
 from tests.e2e.agg import without_our_router as stock_graph
 from tests.e2e.processes import eventually
+from tests.e2e.sockets import is_loopback
 from tests.e2e.tiny_model import BLOCK_SIZE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -158,6 +161,33 @@ def test_tenants_with_different_salts_share_nothing(agg: Agg) -> None:
     other, cached = told(1, "tenant-2")
     assert (other, cached) == (first, 0)
     assert growth(at_b, agg.guard_page(b)).total("kvcr_pulled_blocks_total") == 0
+
+
+async def test_ports_and_connections_are_those_of_the_page(agg: Agg) -> None:
+    """docs/deploy/ports.md, both ways; and nothing but loopback."""
+    state = json.loads((agg.graph.run_dir / "graph.json").read_text())
+    etcd_url = next(one["urls"]["client"] for one in state["components"] if one["name"] == "etcd")
+    async with await connect(etcd_url) as etcd:
+        listed = (await etcd.get_prefix("v1/instances/")).values
+    transports = [json.loads(entry.value)["transport"]["tcp"] for entry in listed]
+    requests = {int(transport.split("/")[0].rsplit(":", 1)[1]) for transport in transports}
+
+    ask(agg.graph.frontend_url, agg.graph.model, messages(20), max_tokens=4)
+    found = sockets.sockets(state)
+    listening = sockets.services(state, found, requests)
+    page = sockets.documented()
+    beyond = [
+        socket for socket in found if socket.state == sockets.LISTEN and not is_loopback(socket.address)
+    ]
+    assert not beyond
+    # On one host blocks travel through shared memory.
+    assert set(listening.values()) == set(page) - {sockets.Service("guard", "bytes")}
+    connected = sockets.connections(found, listening)
+    assert not {(who, what) for who, what in connected if who not in page[what]}
+    servers = [sockets.Service("etcd", "client"), sockets.Service("nats", "client")]
+    roles = {"frontend", "router", "worker", "guard"}
+    expected = {(who, what) for what in servers for who in page[what] & roles}
+    assert expected <= connected
 
 
 def test_the_graph_ends_clean(agg: Agg) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcr.dynamo.environment import prepare_environment
 from kvcr.dynamo.etcd import (
     Changes,
     Credentials,
@@ -127,6 +128,30 @@ def test_etcd_is_found_where_dynamo_finds_it() -> None:
     assert credentials_from_environment(tls) == Credentials(pem, pem, pem)
     user = {"ETCD_AUTH_USERNAME": "kvcr", "ETCD_AUTH_PASSWORD": "x"}
     assert credentials_from_environment(user) == Credentials(user="kvcr", password="x")
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "bound"),
+    [
+        ("http://127.0.0.1:2379", "127.0.0.1"),
+        ("http://localhost:2379,http://[::1]:2379", "127.0.0.1"),
+        ("http://127.0.0.1:2379,http://10.0.0.1:2379", None),
+        ("https://etcd.example:2379", None),
+    ],
+)
+def test_where_etcd_is_on_loopback_the_runtime_stays_there_too(endpoints: str, bound: str | None) -> None:
+    environment = {"ETCD_ENDPOINTS": endpoints}
+    prepare_environment(environment)
+    assert environment.get("DYN_TCP_RPC_HOST") == bound
+    assert environment.get("DYN_TCP_RESPONSE_STREAM_HOST") == bound
+    assert environment["DYN_SYSTEM_HOST"] == "127.0.0.1"
+
+
+def test_what_the_deployment_says_of_the_runtime_stays() -> None:
+    said = {"DYN_SYSTEM_HOST": "0.0.0.0", "DYN_TCP_RPC_HOST": "10.0.0.1", "ETCD_LEASE_TTL": "60"}
+    environment = dict(said)
+    prepare_environment(environment)
+    assert {name: environment[name] for name in said} == said
 
 
 def test_what_dynamo_would_ignore_of_the_credentials_is_refused() -> None:

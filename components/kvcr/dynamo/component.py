@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
 from dynamo.runtime import DistributedRuntime
 
+from kvcr.dynamo import environment
 from kvcr.dynamo.records import InstanceRecord
 from kvcr.errors import KvcrError, ProtocolError
 from kvcr.guard.view import GuardView
@@ -29,15 +30,12 @@ ENDPOINTS = ("status", "inspect", "control")
 MAX_INSPECT_KEYS = 2048
 MAX_LISTED = 10_000
 
-DEFAULTS = {
-    # Deaths are told by revoking leases. With 5 s a stop of etcd for 20 s ended the runtime (measured).
-    "ETCD_LEASE_TTL": "120",
+PATIENCE = {
     # The constructor of the runtime holds the interpreter lock while it tries to connect (dynamo 1.6.1,
     # measured): every thread of the guard would wait, by default for up to 120 s.
     "ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
     "NATS_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
 }
-"""Variables that the runtime reads by itself, and what they are unless the deployment set them."""
 
 EVENT_PLANE = "zmq"
 """Dynamo's own event plane, on which this component says nothing: its events go to NATS by themselves.
@@ -47,10 +45,11 @@ Request = Any
 Answer = dict[str, Any]
 
 
-def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+def prepare_environment() -> None:
     """Set what the runtime reads by itself; call it before the first :class:`KvcrComponent`."""
-    for name, value in DEFAULTS.items():
-        environment.setdefault(name, value)
+    environment.prepare_environment()
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
 
 
 class KvcrComponent:

@@ -215,7 +215,9 @@ class _Planner:
                 "DYN_SYSTEM_HOST": self._site.bind,
             }
             if self._site.request_host:
-                env["DYN_TCP_RPC_HOST"] = self._site.request_host
+                # Requests go to the one, answers come back to the other.
+                for variable in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"):
+                    env[variable] = self._site.request_host
         if Kind.NATS in servers:
             env |= {"NATS_SERVER": servers[Kind.NATS], "DYN_EVENT_PLANE": "nats"}
         return env

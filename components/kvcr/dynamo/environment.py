@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Dynamo's runtime reads from the environment by itself, and what KVCR's processes set unless told."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping, MutableMapping
+
+from kvcr.dynamo.etcd import endpoints_from_environment
+
+LOOPBACK = "127.0.0.1"
+
+DEFAULTS = {
+    # Deaths are told by revoking leases. With the runtime's own 30 s an outage of etcd that is shorter than a
+    # minute ends the runtime for good; with 5 s one of 20 s did (measured).
+    "ETCD_LEASE_TTL": "120",
+    # The runtime's own is every interface.
+    "DYN_SYSTEM_HOST": LOOPBACK,
+}
+
+
+def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the defaults; call it before the first runtime of the process is made.
+
+    The runtime (1.6.1) listens for requests, and for streams of answers, on the first network interface.
+    Where etcd is on loopback the deployment is on this host alone, and so are those.
+    """
+    for name, value in DEFAULTS.items():
+        environment.setdefault(name, value)
+    if _on_this_host(environment):
+        for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"):
+            environment.setdefault(name, LOOPBACK)
+
+
+def _on_this_host(environment: Mapping[str, str]) -> bool:
+    places = [part.rpartition("://")[2] for part in endpoints_from_environment(environment).split(",")]
+    return all(_is_loopback(place.rpartition(":")[0].strip("[]")) for place in places)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
