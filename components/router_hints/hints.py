@@ -3,23 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvcr.keys import BlockKey
+from kvcr.keys import KEY_BYTES
 from kvcr.protocol.events import FetchPayload, FetchSource, HintNotice, envelope, fetch_action
 from router_hints.planner import Plan
 
 
-def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) -> dict[str, Any] | None:
+def build_envelope(plan: Plan, keys: bytes, *, deadline_ms: float) -> dict[str, Any] | None:
     """The hint for the target's guard and engine, or None when there is nothing to say.
 
-    ``keys`` are the request's block keys in the *target's* key space, from its first block on. A copy may
-    take ``deadline_ms``, or half the time to recompute if that is more: a source that hangs then costs a
-    request half as long again as no hint would have. A request of which nothing is to be kept says so even
-    when nothing is fetched for it.
+    ``keys`` are the request's block keys in the *target's* key space, 16 bytes each, from its first block on.
+    A copy may take ``deadline_ms``, or half the time to recompute if that is more: a source that hangs then
+    costs a request half as long again as no hint would have. A request of which nothing is to be kept says so
+    even when nothing is fetched for it.
     """
     if not plan.sources and not plan.no_retain:
         return None
@@ -27,7 +26,7 @@ def build_envelope(plan: Plan, keys: Sequence[BlockKey], *, deadline_ms: float) 
     payload = FetchPayload(
         plan_id=plan.plan_id,
         sources=[FetchSource(run.endpoint, run.first, run.count, run.guard) for run in plan.sources],
-        last_key=keys[last].hex() if plan.sources else "",
+        last_key=keys[last * KEY_BYTES : (last + 1) * KEY_BYTES].hex() if plan.sources else "",
         mode="move" if plan.sources and all(run.frees for run in plan.sources) else "copy",
         no_retain=plan.no_retain,
         give_up_ms=round(plan.give_up_ms, 3),

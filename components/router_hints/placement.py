@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcr.dynamo.orders import Orders, RouterMode
-from kvcr.keys import KEY_BYTES, KeySpace, extend_packed, unpack_keys
+from kvcr.keys import KEY_BYTES, KeySpace, extend_packed
 from router_hints.cards import WorkerCard
 from router_hints.chains import Chain, as_array
 from router_hints.costs import CostModel, Rank
@@ -122,7 +122,7 @@ class Placement:
         hint = None
         if target is not None:
             space = target.key_space(prompt.salt)
-            keys = unpack_keys(chains.get(space, b"")) if space is not None and made.sources else []
+            keys = chains.get(space, b"") if space is not None else b""
             hint = build_envelope(made, keys, deadline_ms=self._deadline_ms)
         if hint is not None and self._orders.mode is RouterMode.SHADOW:
             blocks = sum(source.count for source in made.sources)

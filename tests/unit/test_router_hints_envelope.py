@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvcr.errors import ConfigError, ProtocolError
-from kvcr.keys import KeySpace, extend_chain
+from kvcr.keys import KeySpace, extend_chain, pack_keys
 from kvcr.layout import Layout
 from kvcr.protocol.events import FetchPayload, HintNotice, event, stream_name
 from router_hints.cards import WorkerCard, parse_card
@@ -48,7 +48,7 @@ def test_a_hint_is_an_envelope_that_survives_json_and_decodes_as_its_payload() -
         SourceRun("g1", "tcp://10.0.0.1:7100", 0, 4, 400),
         SourceRun("g2", "tcp://10.0.0.2:7100", 4, 3, 300),
     )
-    hint = build_envelope(made(*runs), KEYS, deadline_ms=1500)
+    hint = build_envelope(made(*runs), pack_keys(KEYS), deadline_ms=1500)
     assert hint is not None
     hint = json.loads(json.dumps(hint))
     assert (hint["protocol_version"], hint["message_id"]) == ("0.1", "plan-1")
@@ -66,17 +66,17 @@ def test_a_hint_is_an_envelope_that_survives_json_and_decodes_as_its_payload() -
 
 def test_a_copy_may_take_half_as_long_as_recomputing_if_that_is_more_than_the_setting() -> None:
     slow = replace(made(SourceRun("g1", "tcp://x:1", 0, 4, 4)), give_up_ms=14_000.0)
-    hint = build_envelope(slow, KEYS, deadline_ms=2000)
+    hint = build_envelope(slow, pack_keys(KEYS), deadline_ms=2000)
     assert hint is not None
     assert hint["actions"][0]["payload"]["deadline_ms"] == 7000
 
 
 def test_a_plan_without_copies_has_no_hint() -> None:
-    assert build_envelope(made(), KEYS, deadline_ms=1) is None
+    assert build_envelope(made(), pack_keys(KEYS), deadline_ms=1) is None
 
 
 def test_the_copy_on_nats_carries_the_same_envelope_and_the_request() -> None:
-    hint = build_envelope(made(SourceRun("g1", "tcp://x:1", 0, 4, 4)), KEYS, deadline_ms=1)
+    hint = build_envelope(made(SourceRun("g1", "tcp://x:1", 0, 4, 4)), pack_keys(KEYS), deadline_ms=1)
     assert hint is not None
     raw = event.encode(build_notice(made(), hint, request_id="r1", router="router-1"))
     notice = event.decode(raw)
@@ -92,7 +92,7 @@ def test_the_copy_on_nats_carries_the_same_envelope_and_the_request() -> None:
 
 def test_a_hint_for_thousands_of_blocks_stays_small() -> None:
     run = SourceRun("g1", "tcp://10.0.0.1:7100", 0, 10, 10)
-    hint = build_envelope(made(run), KEYS, deadline_ms=1)
+    hint = build_envelope(made(run), pack_keys(KEYS), deadline_ms=1)
     assert len(json.dumps(hint)) < 1000
 
 
