@@ -34,7 +34,7 @@ class Client:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(3) as pool:
         yield pool
 
 
@@ -79,6 +79,31 @@ def test_a_client_that_does_not_read_blocks_neither_the_loop_nor_another_client(
         await behind
         await outlet.flush()
         assert stuck.got == [*range(AT_ONCE + MAX_WAITING), "last but one", "last"]
+
+    asyncio.run(main())
+
+
+def test_clients_that_do_not_read_share_the_threads_there_are(threads: ThreadPoolExecutor) -> None:
+    """More of them than threads: who reads again is served again, and none is forgotten."""
+    clients = [Client() for _ in range(8)]
+
+    async def stream(client: Client) -> None:
+        outlet = Outlet(client, threads)
+        for number in range(AT_ONCE + 20):
+            await outlet.put(number)
+        await outlet.flush()
+        assert client.got == list(range(AT_ONCE + 20))
+
+    async def main() -> None:
+        streams = [asyncio.ensure_future(stream(client)) for client in clients]
+        for client in clients:
+            assert len((await asyncio.wait(streams, timeout=0.02))[0]) < len(streams)
+            client.reads.set()
+        await asyncio.gather(*streams)
+        # Threads that were all held up take new work.
+        late = Client()
+        late.reads.set()
+        await stream(late)
 
     asyncio.run(main())
 
