@@ -38,5 +38,5 @@ docs: setup
 	@bash scripts/docs.sh
 
 clean:
-	rm -rf build dist .venv-docs components/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv-docs .cache components/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
