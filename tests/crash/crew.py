@@ -32,12 +32,10 @@ from kvcr.guard.__main__ import main as guard_main
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from engine_client import LAYOUT, chain, content
+from waiting import PATIENCE_S
 
 MEMORY_BLOCKS = 64
 OK = BlockStatus.OK
-ANSWER_S = 20.0
-"""Longest wait for an answer of a process that runs; the operations themselves end within 3 s."""
-
 PRELOADED = (authority,)
 """What a guard's main imports when it runs: here before the fork."""
 
@@ -110,10 +108,10 @@ class Guard(_Member):
     @property
     def ready(self) -> dict[str, Any]:
         """What it printed when it was ready; waits for it."""
-        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while not self._ready:
             if not self._reader.poll(max(0.0, deadline_s - time.monotonic())):
-                raise Hung(f"guard {self.pool_dir} is not ready after {ANSWER_S} s")
+                raise Hung(f"guard {self.pool_dir} is not ready after {PATIENCE_S} s")
             chunk = os.read(self._reader.fileno(), 65536)
             if not chunk:
                 log = self.pool_dir.with_suffix(".log").read_text()
@@ -128,7 +126,7 @@ class Guard(_Member):
         return str(self.ready["control"])
 
     def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self.ready["metrics"], timeout=ANSWER_S) as response:
+        with urllib.request.urlopen(self.ready["metrics"], timeout=PATIENCE_S) as response:
             text = response.read().decode()
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
@@ -150,7 +148,7 @@ class Guard(_Member):
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def wait(self, what: str, true: Any, within_s: float = 10.0) -> float:
+    def wait(self, what: str, true: Any, within_s: float = PATIENCE_S) -> float:
         """Until ``true(self)``; seconds it took. Raises AssertionError after ``within_s``."""
         started_s = time.monotonic()
         while not true(self):
@@ -174,7 +172,7 @@ class Engine(_Member):
         with contextlib.suppress(OSError):
             self._conn.send(operation)
 
-    def result(self, within_s: float = ANSWER_S) -> Any:
+    def result(self, within_s: float = PATIENCE_S) -> Any:
         """What the oldest operation gave, or None if the process died over it. Raises Hung."""
         try:
             if not self._conn.poll(within_s):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import pytest
 from crew import LAYOUT, OK, Crew, Engine, Guard, Hung
 from engine_client import chain, content
+from waiting import PATIENCE_S
 
 from kvcr.api import BlockStatus
 from kvcr.pool import Pool, SlotState, checksum_parts
@@ -28,8 +29,6 @@ pytestmark = pytest.mark.timeout(500)
 POINTS = 52
 SLOTS = 4096
 """More than is ever stored, so that a block that is missing was lost."""
-LONGEST_S = 30.0
-"""An operation ends within 3 s; the rest is for machines that give a process a few percent of a core."""
 STANDING = 32
 STATES = ("free", "granted", "ready", "cooling", "quarantined")
 
@@ -64,7 +63,7 @@ class Site:
         engine.start("deposit", salt, count)
 
         def check() -> None:
-            statuses = engine.result(LONGEST_S)
+            statuses = engine.result(PATIENCE_S)
             if statuses is None:
                 return
             assert set(statuses) <= {OK, BlockStatus.PENDING, BlockStatus.MISS, BlockStatus.GONE}
@@ -80,7 +79,7 @@ class Site:
         engine.start("read", salt, count, [source] if source else [])
 
         def check() -> None:
-            answer = engine.result(LONGEST_S)
+            answer = engine.result(PATIENCE_S)
             if answer is None:
                 return
             statuses, wrong = answer
@@ -150,12 +149,11 @@ def assert_survived(site: Site, seed: int) -> None:
     guard.wait(
         f"without lost grants (seed {seed})",
         lambda g: engine.ask("connected") and g.slots("granted") == engine.ask("held") > 0,
-        within_s=15.0,
     )
     engine.kill()
     guard.wait(f"active (seed {seed})", lambda g: g.state == "active")
     # Pulls of a dead engine end within their deadline; what they had is freed then.
-    guard.wait(f"free of grants (seed {seed})", lambda g: g.slots("granted") == 0, within_s=15.0)
+    guard.wait(f"free of grants (seed {seed})", lambda g: g.slots("granted") == 0)
     metrics = guard.metrics()
     assert sum(guard.slots(state) for state in STATES) == SLOTS
     assert guard.slots("quarantined") == 0

@@ -11,6 +11,7 @@ import time
 import pytest
 from crew import OK, Crew, Engine, Guard
 from engine_client import LAYOUT, chain, content
+from waiting import PATIENCE_S, until
 
 from kvcr.keys import pack_keys
 from kvcr.protocol.engine import (
@@ -41,10 +42,7 @@ def connected(crew: Crew, guard: Guard) -> Engine:
     """An engine of which both processes' parts are seated, and that has reserved its slots."""
     engine = crew.engine(guard)
     assert guard.ready
-    deadline_s = time.monotonic() + 10
-    while not (engine.ask("connected") and engine.ask("held")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: engine.ask("connected") and engine.ask("held"), "the engine is seated, with slots")
     return engine
 
 
@@ -57,7 +55,7 @@ class Process:
 
     def __init__(self, guard: Guard, role: Role, engine_id: str = "engine-a") -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(10)
+        self.sock.settimeout(PATIENCE_S)
         self.sock.connect(guard.ready["socket"])
         self.send(Hello(VERSION, role, engine_id, 0, os.getpid(), LAYOUT, "test"))
         self.answer = self.receive()
@@ -146,8 +144,7 @@ def test_a_killed_engine_is_proven_dead_at_once_and_leaves_nothing_behind(crew: 
     assert engine.ask("deposit", "x", 20) == [OK] * 20
     epoch = guard.metrics()["kvcr_pool_epoch"]
     engine.signal(signal.SIGKILL)
-    # 100 ms is the goal, and what the benchmark measures; this machine may be busy.
-    guard.wait("active", is_active, within_s=2.0)
+    guard.wait("active", is_active)
     metrics = guard.metrics()
     assert metrics["kvcr_pool_epoch"] > epoch
     assert metrics["kvcr_failovers_total"] == 1
@@ -165,7 +162,7 @@ def test_a_forked_child_that_keeps_the_sockets_open_does_not_hide_the_death(crew
     engine = connected(crew, guard)
     child = engine.ask("fork", 20)
     engine.signal(signal.SIGKILL)
-    guard.wait("active", is_active, within_s=3.0)
+    guard.wait("active", is_active, within_s=15.0)
     os.kill(child, signal.SIGKILL)
 
 
@@ -223,7 +220,7 @@ def test_a_hung_engine_is_fenced_where_that_is_the_policy(crew: Crew) -> None:
     time.sleep(2.5)
     assert guard.state == "standby", "an idle engine is not a silent one"
     engine.signal(signal.SIGSTOP)
-    guard.wait("active", is_active, within_s=8.0)
+    guard.wait("active", is_active)
     engine.process.join(5)
     assert engine.process.exitcode == -signal.SIGKILL
     assert guard.metrics()["kvcr_fences_total"] == 1
