@@ -28,6 +28,7 @@ from engine_client import LAYOUT, EngineClient, GuardProcess, chain
 from peer_client import PeerClient
 
 from kvcr.layout import Layout
+from kvcr.pool.meta import boot_id
 from kvcr.protocol import engine
 from kvcr.protocol.engine import BlockStatus, Source, to_guard
 from kvcr.protocol.peer import (
@@ -138,6 +139,12 @@ def _peer_messages() -> list[object]:
         Probe(6, "tcp://127.0.0.1:1"),
         Probe(6, "unix:///nowhere", curve_key="zz"),
         Probe(6, "junk"),
+        Probe(6, f"tcp://{'x' * 64}:1"),
+        Probe(6, f"tcp://{'x' * 64}:1", curve_key="zz"),
+        Probe(6, "tcp://no.such.host.invalid:1"),
+        Probe(6, "tcp://a\0b:1"),
+        Probe(6, "tcp://127.0.0.1:1", unix_socket="/nowhere", boot_id=boot_id(), curve_key="zz"),
+        Probe(6, "tcp://127.0.0.1:1", unix_socket="a\0b", boot_id=boot_id()),
     ]
 
 

@@ -113,6 +113,11 @@ def test_what_cannot_be_is_refused_by_name(two_cards: None, settings: dict[str, 
         plan(**settings)
 
 
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "a\0b", "no.such.host.invalid"])
+def test_to_what_is_no_host_there_is_no_route(host: str) -> None:
+    assert route_to(host) == ("", "")
+
+
 def test_endpoints_and_loopback() -> None:
     assert split_host("tcp://[2001:db8::7]:7100") == ("2001:db8::7", 7100)
     assert bracketed("2001:db8::7") == bracketed("[2001:db8::7]") == "[2001:db8::7]"

@@ -293,7 +293,7 @@ def _has_port(peer: str) -> bool:
 def _resolve(host: str) -> set[str]:
     try:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
+    except (OSError, ValueError):
         return set()
 
 

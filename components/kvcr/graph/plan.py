@@ -484,7 +484,7 @@ def check_reachable(server: ServerPlan, timeout_s: float = 3.0) -> None:
         try:
             with socket.create_connection((parts.hostname or "", parts.port or 0), timeout_s):
                 return
-        except OSError as error:
+        except (OSError, ValueError) as error:
             problem = error
     raise ConfigError(f"{server.kind.value}.address {server.url} does not answer: {problem}")
 

@@ -142,13 +142,16 @@ def interface_of(host: str) -> str:
 
 
 def route_to(host: str) -> tuple[str, str]:
-    """Interface and own address by which packets to ``host`` leave; empty when there is no route."""
+    """Interface and own address by which packets to ``host`` leave; empty when there is no route.
+
+    A name is resolved, which may take seconds.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
             sock.connect(target)
             own = str(sock.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name at all, such as one with a label of 64 letters
         return "", ""
     return interface_of(own), own
 

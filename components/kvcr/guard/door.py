@@ -35,8 +35,8 @@ class Door:
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             self._sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(f"control endpoint {bind!r} cannot be resolved: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"control endpoint {bind!r} cannot be resolved: {error}") from error
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6 and host == "::":

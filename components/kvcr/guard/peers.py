@@ -310,20 +310,23 @@ class PeerLink:
         elif record.unix_socket and record.boot_id == context.boot_id and not self._unix_is_other:
             path = record.unix_socket
         try:
-            self._channel = self._open_unix(path) if path else self._open_zmq()
+            self._channel = self._open_by(path)
         except OSError as error:
-            if self.endpoint.startswith(UNIX):
-                self._lost(f"nobody answers on {path}: {error.strerror}")
-                return
-            try:
-                self._channel = self._open_zmq()
-            except ConfigError as config_error:
-                self._lost(str(config_error))
-                return
-        except (ConfigError, ValueError) as error:
+            self._lost(f"nobody answers on {path}: {error.strerror}")
+            return
+        except (ConfigError, ValueError) as error:  # of a record that anybody may have written
             self._lost(str(error))
             return
         self.hello("", self._welcomed)
+
+    def _open_by(self, path: str) -> _Channel:
+        if path:
+            try:
+                return self._open_unix(path)
+            except OSError:
+                if self.endpoint.startswith(UNIX):
+                    raise
+        return self._open_zmq()
 
     def _open_unix(self, path: str) -> Connection:
         connection: Connection
@@ -349,6 +352,13 @@ class PeerLink:
         if context.secret is not None and not record.curve_key:
             context.meters.peer_refusals.inc(code="unknown")
             raise ConfigError(f"no signed record names {self.endpoint}, and the deployment has a secret")
+        try:
+            server_key = bytes.fromhex(record.curve_key)
+        except ValueError:
+            raise ConfigError(
+                f"the CURVE key of {record.name or self.endpoint} is {record.curve_key[:70]!r}, "
+                "and not 64 hex digits"
+            ) from None
         client: ControlClient
 
         def lost(reason: str) -> None:
@@ -360,7 +370,7 @@ class PeerLink:
             context.zmq,
             self.endpoint,
             context.secret,
-            bytes.fromhex(record.curve_key),
+            server_key,
             self._received,
             lost,
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import statistics
 import time
@@ -120,7 +121,9 @@ def _row(candidate: Candidate) -> ProbedWay:
 
 
 def _route(endpoint: str) -> tuple[str, str]:
+    """Of an address only: a name that anybody asks about would be resolved on the authority's thread."""
     try:
-        return route_to(split_host(endpoint)[0])
-    except ConfigError:
+        host, _ = split_host(endpoint)
+        return route_to(str(ipaddress.ip_address(host)))
+    except (ConfigError, ValueError):
         return "", ""

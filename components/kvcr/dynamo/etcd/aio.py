@@ -203,7 +203,7 @@ async def _target(addresses: Sequence[tuple[str, int]]) -> str:
     loop = asyncio.get_running_loop()
     found: list[str] = []
     for host, port in addresses:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             for answer in await loop.getaddrinfo(host, port, family=2, type=1):
                 found.append(f"{answer[4][0]}:{port}")
     if not found:
