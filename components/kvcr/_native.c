@@ -25,6 +25,7 @@
 #define BUCKET_ENTRIES 8
 #define STATE_SHIFT 56
 #define GENERATION_MASK ((UINT64_C(1) << STATE_SHIFT) - 1)
+#define STATE_GRANTED UINT64_C(1)
 #define STATE_READY UINT64_C(2)
 // Keys hashed and prefetched ahead of their probe: a probe is two cache misses, and they overlap.
 #define PROBE_AHEAD 16
@@ -204,6 +205,49 @@ static PyObject *native_store_words(PyObject *self, PyObject *const *args, Py_ss
     result = Py_NewRef(Py_None);
 done:
     release_all(v, 3);
+    return result;
+}
+
+PyDoc_STRVAR(grant_doc,
+"grant(control: u64[m], owners: i32[m], slots: i32[n], out_generations: u64[n], owner: int) -> None\n\n"
+"Write the owner of slots the caller took from the free list, then their control words: GRANTED, generation\n"
+"unchanged. A slot outside of control raises IndexError before anything is written.");
+
+static PyObject *native_grant(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {
+        {"control", 8, 1}, {"owners", 4, 1}, {"slots", 4, 0}, {"out_generations", 8, 1}};
+    Py_buffer v[4];
+    PyObject *result = NULL;
+    if (nargs != 5) {
+        PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", nargs);
+        return NULL;
+    }
+    long owner = PyLong_AsLong(args[4]);
+    if (owner == -1 && PyErr_Occurred())
+        return NULL;
+    if (take_buffers(args, 4, wanted, 4, v) < 0)
+        return NULL;
+    uint64_t *control = v[0].buf, *generations = v[3].buf;
+    int32_t *owners = v[1].buf;
+    const int32_t *slots = v[2].buf;
+    Py_ssize_t m = v[0].len / 8, n = v[2].len / 4;
+    if (same_count(v[1].len / 4, m, "owners") < 0 || same_count(v[3].len / 8, n, "out_generations") < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (slots[i] < 0 || slots[i] >= m) {
+            PyErr_Format(PyExc_IndexError, "slot %d is outside of %zd", (int)slots[i], m);
+            goto done;
+        }
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        generations[i] = load(&control[slots[i]]) & GENERATION_MASK;
+        owners[slots[i]] = (int32_t)owner;
+        store(&control[slots[i]], (STATE_GRANTED << STATE_SHIFT) | generations[i]);
+    }
+    result = Py_NewRef(Py_None);
+done:
+    release_all(v, 4);
     return result;
 }
 
@@ -476,6 +520,83 @@ done:
     return result;
 }
 
+// Whether all of n keys and all of n slots differ: 1, 0, or -1 without memory.
+static int all_distinct(const block_key *keys, const int32_t *slots, Py_ssize_t n)
+{
+    if (n < 2)
+        return 1;
+    size_t size = 2;
+    while (size < 2 * (size_t)n)
+        size *= 2;
+    // Two open tables of entry numbers + 1: by key, and by slot.
+    uint32_t *seen = PyMem_Calloc(2 * size, sizeof(uint32_t));
+    if (seen == NULL)
+        return -1;
+    int distinct = 1;
+    for (Py_ssize_t i = 0; distinct && i < n; i++) {
+        size_t at = keys[i].low & (size - 1);
+        for (; seen[at]; at = (at + 1) & (size - 1))
+            if (keys[seen[at] - 1].low == keys[i].low && keys[seen[at] - 1].high == keys[i].high)
+                distinct = 0;
+        seen[at] = (uint32_t)(i + 1);
+        at = (uint32_t)slots[i] & (size - 1);
+        for (; seen[size + at]; at = (at + 1) & (size - 1))
+            if (slots[seen[size + at] - 1] == slots[i])
+                distinct = 0;
+        seen[size + at] = (uint32_t)(i + 1);
+    }
+    PyMem_Free(seen);
+    return distinct;
+}
+
+PyDoc_STRVAR(all_new_doc,
+"all_new(control: u64[m], buckets: u64, key_column: 16 B[m], slots: i32[n], generations: u64[n],\n"
+"        keys: 16 B[n]) -> bool\n\n"
+"Whether every slot is GRANTED in its generation, every key a miss, and all of them distinct.");
+
+static PyObject *native_all_new(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"control", 8, 0}, {"buckets", 8, 0},     {"key_column", KEY_BYTES, 0},
+                                      {"slots", 4, 0},   {"generations", 8, 0}, {"keys", KEY_BYTES, 0}};
+    Py_buffer v[6];
+    PyObject *result = NULL;
+    if (take_buffers(args, nargs, wanted, 6, v) < 0)
+        return NULL;
+    const uint64_t *control = v[0].buf, *buckets = v[1].buf, *generations = v[4].buf;
+    const block_key *column = v[2].buf;
+    const int32_t *slots = v[3].buf;
+    const uint8_t *keys = v[5].buf;
+    Py_ssize_t m = v[0].len / 8, n = v[3].len / 4;
+    int64_t mask = bucket_mask(&v[1]);
+    if (mask < 0 || same_count(v[2].len / KEY_BYTES, m, "key_column") < 0
+        || same_count(v[4].len / 8, n, "generations") < 0 || same_count(v[5].len / KEY_BYTES, n, "keys") < 0)
+        goto done;
+    if (((uintptr_t)v[2].buf) % 8 != 0 || ((uintptr_t)v[5].buf) % 8 != 0) {
+        PyErr_SetString(PyExc_ValueError, "keys are not aligned to 8 bytes");
+        goto done;
+    }
+    int good = 1;
+    for (Py_ssize_t i = 0; good && i < n; i++) {
+        uint64_t generation = generations[i];
+        if (slots[i] < 0 || slots[i] >= m || generation > GENERATION_MASK
+            || load(&control[slots[i]]) != ((STATE_GRANTED << STATE_SHIFT) | generation)) {
+            good = 0;
+            break;
+        }
+        probe p = probe_of(keys + i * KEY_BYTES, (uint64_t)mask);
+        good = find(buckets, &p, keys + i * KEY_BYTES, control, column, (uint64_t)m, &generation) < 0;
+    }
+    if (good)
+        good = all_distinct(v[5].buf, slots, n);
+    if (good < 0)
+        PyErr_NoMemory();
+    else
+        result = PyBool_FromLong(good);
+done:
+    release_all(v, 6);
+    return result;
+}
+
 static uint64_t seal_of(uint64_t generation, const uint8_t *key, const uint8_t *parent, uint64_t hash,
                         uint32_t position, const uint64_t *checksums, Py_ssize_t ranks)
 {
@@ -526,49 +647,52 @@ done:
 }
 
 PyDoc_STRVAR(publish_doc,
-"publish(control: u64[m], buckets: u64, keys: 16 B[m], parents: 16 B[m], engine_hashes: u64[m],\n"
-"        positions: u32[m], stored_at: f64[m], seals: u64[m], checksums: u64[m * ranks],\n"
-"        slots: i32[n], generations: u64[n], new_keys: 16 B[n], new_parents: 16 B[n], new_hashes: u64[n],\n"
-"        new_positions: u32[n], new_checksums: u64[n * ranks], out: bool[n], now_s: float) -> None\n\n"
+"publish(columns: tuple of (control: u64[m], buckets: u64, keys: 16 B[m], parents: 16 B[m], engine_hashes: u64[m],\n"
+"        positions: u32[m], stored_at: f64[m], seals: u64[m], checksums: u64[m * ranks], last_used: f64[m],\n"
+"        pinned_until: f64[m], demoted: bool[m]), slots: i32[n], generations: u64[n], new_keys: 16 B[n],\n"
+"        new_parents: 16 B[n], new_hashes: u64[n], new_positions: u32[n], new_checksums: u64[n * ranks],\n"
+"        out: bool[n], now_s: float) -> tuple[int, int]\n\n"
 "Write the records of slots, then their control words (READY), then the index; out is False where the index\n"
-"has no room. The caller owns the slots, and the keys are not there. A slot outside of control raises\n"
-"IndexError before anything is written.");
+"has no room. Returns the number of the others, and the XOR of the first words of their keys. The caller owns\n"
+"the slots, and the keys are not there. A slot outside of control raises IndexError before anything is written.");
 
 static PyObject *native_publish(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { CONTROL, BUCKETS, KEYS, PARENTS, HASHES, POSITIONS, STORED, SEALS, SUMS,
-           SLOTS, GENERATIONS, NEW_KEYS, NEW_PARENTS, NEW_HASHES, NEW_POSITIONS, NEW_SUMS, OUT, COUNT };
-    static const argument wanted[COUNT] = {
-        {"control", 8, 1},   {"buckets", 8, 1},       {"keys", KEY_BYTES, 1},        {"parents", KEY_BYTES, 1},
-        {"engine_hashes", 8, 1}, {"positions", 4, 1}, {"stored_at", 8, 1},           {"seals", 8, 1},
-        {"checksums", 8, 1}, {"slots", 4, 0},         {"generations", 8, 0},         {"new_keys", KEY_BYTES, 0},
-        {"new_parents", KEY_BYTES, 0}, {"new_hashes", 8, 0}, {"new_positions", 4, 0}, {"new_checksums", 8, 0},
-        {"out", 1, 1}};
-    Py_buffer v[COUNT];
+    enum { CONTROL, BUCKETS, KEYS, PARENTS, HASHES, POSITIONS, STORED, SEALS, SUMS, USED, PINNED, DEMOTED, COLUMNS };
+    enum { SLOTS, GENERATIONS, NEW_KEYS, NEW_PARENTS, NEW_HASHES, NEW_POSITIONS, NEW_SUMS, OUT, NEWS };
+    static const argument columns[COLUMNS] = {
+        {"control", 8, 1},   {"buckets", 8, 1},   {"keys", KEY_BYTES, 1}, {"parents", KEY_BYTES, 1},
+        {"engine_hashes", 8, 1}, {"positions", 4, 1}, {"stored_at", 8, 1}, {"seals", 8, 1},
+        {"checksums", 8, 1}, {"last_used", 8, 1}, {"pinned_until", 8, 1}, {"demoted", 1, 1}};
+    static const argument news[NEWS] = {
+        {"slots", 4, 0},         {"generations", 8, 0},    {"new_keys", KEY_BYTES, 0}, {"new_parents", KEY_BYTES, 0},
+        {"new_hashes", 8, 0},    {"new_positions", 4, 0},  {"new_checksums", 8, 0},    {"out", 1, 1}};
+    Py_buffer c[COLUMNS], v[NEWS];
     PyObject *result = NULL;
-    if (nargs != COUNT + 1) {
-        PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", COUNT + 1, nargs);
+    if (nargs != NEWS + 2 || !PyTuple_Check(args[0])) {
+        PyErr_Format(PyExc_TypeError, "expected a tuple of columns and %d more arguments", NEWS + 1);
         return NULL;
     }
-    double now_s = PyFloat_AsDouble(args[COUNT]);
+    double now_s = PyFloat_AsDouble(args[NEWS + 1]);
     if (now_s == -1.0 && PyErr_Occurred())
         return NULL;
-    if (take_buffers(args, COUNT, wanted, COUNT, v) < 0)
+    if (take_buffers(&PyTuple_GET_ITEM(args[0], 0), PyTuple_GET_SIZE(args[0]), columns, COLUMNS, c) < 0)
         return NULL;
-    Py_ssize_t m = v[CONTROL].len / 8, n = v[SLOTS].len / 4;
-    Py_ssize_t ranks = m ? v[SUMS].len / 8 / m : 0;
-    int64_t mask = bucket_mask(&v[BUCKETS]);
+    if (take_buffers(args + 1, NEWS, news, NEWS, v) < 0) {
+        release_all(c, COLUMNS);
+        return NULL;
+    }
+    Py_ssize_t m = c[CONTROL].len / 8, n = v[SLOTS].len / 4;
+    Py_ssize_t ranks = m ? c[SUMS].len / 8 / m : 0;
+    int64_t mask = bucket_mask(&c[BUCKETS]);
     if (mask < 0)
         goto done;
-    for (int c = KEYS; c <= SEALS; c++)
-        if (same_count(v[c].len / wanted[c].item, m, wanted[c].name) < 0)
+    for (int i = KEYS; i < COLUMNS; i++)
+        if (same_count(c[i].len / columns[i].item, i == SUMS ? m * ranks : m, columns[i].name) < 0)
             goto done;
-    for (int c = GENERATIONS; c <= NEW_POSITIONS; c++)
-        if (same_count(v[c].len / wanted[c].item, n, wanted[c].name) < 0)
+    for (int i = GENERATIONS; i < NEWS; i++)
+        if (same_count(v[i].len / news[i].item, i == NEW_SUMS ? n * ranks : n, news[i].name) < 0)
             goto done;
-    if (same_count(v[SUMS].len / 8, m * ranks, "checksums") < 0
-        || same_count(v[NEW_SUMS].len / 8, n * ranks, "new_checksums") < 0 || same_count(v[OUT].len, n, "out") < 0)
-        goto done;
     const int32_t *slots = v[SLOTS].buf;
     for (Py_ssize_t i = 0; i < n; i++) {
         if (slots[i] < 0 || slots[i] >= m) {
@@ -579,24 +703,36 @@ static PyObject *native_publish(PyObject *self, PyObject *const *args, Py_ssize_
     const uint64_t *generations = v[GENERATIONS].buf, *hashes = v[NEW_HASHES].buf, *sums = v[NEW_SUMS].buf;
     const uint32_t *positions = v[NEW_POSITIONS].buf;
     uint8_t *out = v[OUT].buf;
+    long indexed = 0;
+    uint64_t digest = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         Py_ssize_t s = slots[i];
         const uint8_t *key = (const uint8_t *)v[NEW_KEYS].buf + i * KEY_BYTES;
         const uint8_t *parent = (const uint8_t *)v[NEW_PARENTS].buf + i * KEY_BYTES;
-        memcpy((uint64_t *)v[SUMS].buf + s * ranks, sums + i * ranks, (size_t)ranks * 8);
-        memcpy((uint8_t *)v[KEYS].buf + s * KEY_BYTES, key, KEY_BYTES);
-        memcpy((uint8_t *)v[PARENTS].buf + s * KEY_BYTES, parent, KEY_BYTES);
-        ((uint64_t *)v[HASHES].buf)[s] = hashes[i];
-        ((uint32_t *)v[POSITIONS].buf)[s] = positions[i];
-        ((double *)v[STORED].buf)[s] = now_s;
-        ((uint64_t *)v[SEALS].buf)[s] =
+        memcpy((uint64_t *)c[SUMS].buf + s * ranks, sums + i * ranks, (size_t)ranks * 8);
+        memcpy((uint8_t *)c[KEYS].buf + s * KEY_BYTES, key, KEY_BYTES);
+        memcpy((uint8_t *)c[PARENTS].buf + s * KEY_BYTES, parent, KEY_BYTES);
+        ((uint64_t *)c[HASHES].buf)[s] = hashes[i];
+        ((uint32_t *)c[POSITIONS].buf)[s] = positions[i];
+        ((double *)c[STORED].buf)[s] = now_s;
+        ((uint64_t *)c[SEALS].buf)[s] =
             seal_of(generations[i], key, parent, hashes[i], positions[i], sums + i * ranks, ranks);
-        store((uint64_t *)v[CONTROL].buf + s, (STATE_READY << STATE_SHIFT) | (generations[i] & GENERATION_MASK));
-        out[i] = (uint8_t)index_key(v[BUCKETS].buf, (uint64_t)mask, key, slots[i]);
+        store((uint64_t *)c[CONTROL].buf + s, (STATE_READY << STATE_SHIFT) | (generations[i] & GENERATION_MASK));
+        out[i] = (uint8_t)index_key(c[BUCKETS].buf, (uint64_t)mask, key, slots[i]);
+        if (!out[i])
+            continue;
+        indexed++;
+        uint64_t low;
+        memcpy(&low, key, 8);
+        digest ^= low;
+        ((double *)c[USED].buf)[s] = now_s;
+        ((double *)c[PINNED].buf)[s] = -Py_HUGE_VAL;
+        ((uint8_t *)c[DEMOTED].buf)[s] = 0;
     }
-    result = Py_NewRef(Py_None);
+    result = Py_BuildValue("lK", indexed, (unsigned long long)digest);
 done:
-    release_all(v, COUNT);
+    release_all(c, COLUMNS);
+    release_all(v, NEWS);
     return result;
 }
 
@@ -715,12 +851,97 @@ done:
     return result;
 }
 
+#define MOST_PIECES 4096
+
+PyDoc_STRVAR(gather_rows_doc,
+"gather_rows(segments: tuple of u8[b, width], blocks: i32[n], target: u8[k, stride], rows: i32[n], out: u64[n],\n"
+"            widest: int) -> None\n\n"
+"Copy the pieces that a block has in each segment, one after the other, to the start of a row, and give the\n"
+"xxh3-64 of what was written. Widths are multiples of 64, together 241 or more; rows of a segment may lie\n"
+"apart. Releases the GIL. A block or row outside of its array raises IndexError before anything is written.");
+
+static PyObject *native_gather_rows(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const argument wanted[] = {{"blocks", 4, 0}, {"target", 1, 1}, {"rows", 4, 0}, {"out", 8, 1}};
+    Py_buffer v[4], *segments = NULL;
+    kvcr_piece *pieces = NULL;
+    PyObject *result = NULL;
+    Py_ssize_t taken = 0, width = 0;
+    if (nargs != 6 || !PyTuple_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of segments and 5 more arguments");
+        return NULL;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
+    long widest = PyLong_AsLong(args[5]);
+    if (widest == -1 && PyErr_Occurred())
+        return NULL;
+    if (count < 1 || count > MOST_PIECES) {
+        PyErr_Format(PyExc_ValueError, "%zd segments, expected 1 to %d", count, MOST_PIECES);
+        return NULL;
+    }
+    if (take_buffers(args + 1, 4, wanted, 4, v) < 0)
+        return NULL;
+    const int32_t *blocks = v[0].buf;
+    Py_ssize_t n = v[0].len / 4;
+    uint64_t *out = v[3].buf;
+    row_set to;
+    segments = PyMem_Calloc((size_t)count, sizeof(Py_buffer));
+    pieces = PyMem_Calloc((size_t)count, sizeof(kvcr_piece));
+    if (segments == NULL || pieces == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; taken < count; taken++) {
+        Py_buffer *segment = &segments[taken];
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(args[0], taken), segment, PyBUF_STRIDED_RO) < 0)
+            goto done;
+        if (segment->ndim != 2 || segment->itemsize != 1 || segment->strides[1] != 1 || segment->strides[0] < 0
+            || segment->shape[1] < XXH3_STRIPE || segment->shape[1] % XXH3_STRIPE != 0) {
+            PyErr_Format(PyExc_ValueError, "segment %zd is not rows of a multiple of %d dense bytes", taken,
+                         XXH3_STRIPE);
+            PyBuffer_Release(segment);
+            goto done;
+        }
+        width += segment->shape[1];
+        for (Py_ssize_t i = 0; i < n; i++) {
+            if (blocks[i] < 0 || blocks[i] >= segment->shape[0]) {
+                PyErr_Format(PyExc_IndexError, "block %d is outside of the %zd of segment %zd", (int)blocks[i],
+                             segment->shape[0], taken);
+                PyBuffer_Release(segment);
+                goto done;
+            }
+        }
+        pieces[taken].length = (size_t)segment->shape[1];
+    }
+    if (same_count(v[2].len / 4, n, "rows") < 0 || same_count(v[3].len / 8, n, "out") < 0
+        || take_rows(&to, &v[1], &v[2], width, "target") < 0)
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < n; i++) {
+        for (Py_ssize_t p = 0; p < count; p++)
+            pieces[p].start = (const uint8_t *)segments[p].buf + blocks[i] * segments[p].strides[0];
+        out[i] = kvcr_xxh3_pieces(to.start + to.rows[i] * to.stride, pieces, (size_t)count, (int)widest);
+    }
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    for (Py_ssize_t p = 0; p < taken; p++)
+        PyBuffer_Release(&segments[p]);
+    PyMem_Free(pieces);
+    PyMem_Free(segments);
+    release_all(v, 4);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"seals", (PyCFunction)(void (*)(void))native_seals, METH_FASTCALL, seals_doc},
     {"publish", (PyCFunction)(void (*)(void))native_publish, METH_FASTCALL, publish_doc},
     {"hash_rows", (PyCFunction)(void (*)(void))native_hash_rows, METH_FASTCALL, hash_rows_doc},
     {"copy_rows", (PyCFunction)(void (*)(void))native_copy_rows, METH_FASTCALL, copy_rows_doc},
+    {"gather_rows", (PyCFunction)(void (*)(void))native_gather_rows, METH_FASTCALL, gather_rows_doc},
     {"load_words", (PyCFunction)(void (*)(void))native_load_words, METH_FASTCALL, load_words_doc},
+    {"all_new", (PyCFunction)(void (*)(void))native_all_new, METH_FASTCALL, all_new_doc},
+    {"grant", (PyCFunction)(void (*)(void))native_grant, METH_FASTCALL, grant_doc},
     {"store_words", (PyCFunction)(void (*)(void))native_store_words, METH_FASTCALL, store_words_doc},
     {"lookup", (PyCFunction)(void (*)(void))native_lookup, METH_FASTCALL, lookup_doc},
     {"find", (PyCFunction)(void (*)(void))native_find, METH_FASTCALL, find_doc},

@@ -4,12 +4,29 @@
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.pool.native import Directory
+
 def load_words(
     words: npt.NDArray[np.uint64], indices: npt.NDArray[np.int32], out: npt.NDArray[np.uint64]
 ) -> None: ...
 def store_words(
     words: npt.NDArray[np.uint64], indices: npt.NDArray[np.int32], values: npt.NDArray[np.uint64]
 ) -> None: ...
+def grant(
+    control: npt.NDArray[np.uint64],
+    owners: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int32],
+    out_generations: npt.NDArray[np.uint64],
+    owner: int,
+) -> None: ...
+def all_new(
+    control: npt.NDArray[np.uint64],
+    buckets: npt.NDArray[np.uint64],
+    key_column: npt.NDArray[np.uint64],
+    slots: npt.NDArray[np.int32],
+    generations: npt.NDArray[np.uint64],
+    keys: npt.NDArray[np.uint64],
+) -> bool: ...
 def lookup(
     keys: bytes | npt.NDArray[np.uint64],
     buckets: npt.NDArray[np.uint64],
@@ -55,15 +72,7 @@ def seals(
     out: npt.NDArray[np.uint64],
 ) -> None: ...
 def publish(
-    control: npt.NDArray[np.uint64],
-    buckets: npt.NDArray[np.uint64],
-    keys: npt.NDArray[np.uint64],
-    parents: npt.NDArray[np.uint64],
-    engine_hashes: npt.NDArray[np.uint64],
-    positions: npt.NDArray[np.uint32],
-    stored_at: npt.NDArray[np.float64],
-    seals: npt.NDArray[np.uint64],
-    checksums: npt.NDArray[np.uint64],
+    columns: Directory,
     slots: npt.NDArray[np.int32],
     generations: npt.NDArray[np.uint64],
     new_keys: npt.NDArray[np.uint64],
@@ -73,7 +82,7 @@ def publish(
     new_checksums: npt.NDArray[np.uint64],
     out: npt.NDArray[np.bool_],
     now_s: float,
-) -> None: ...
+) -> tuple[int, int]: ...
 def hash_rows(
     array: npt.NDArray[np.uint8],
     rows: npt.NDArray[np.int32],
@@ -88,5 +97,13 @@ def copy_rows(
     target_rows: npt.NDArray[np.int32],
     out: npt.NDArray[np.uint64],
     width: int,
+    widest: int,
+) -> None: ...
+def gather_rows(
+    segments: tuple[npt.NDArray[np.uint8], ...],
+    blocks: npt.NDArray[np.int32],
+    target: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int32],
+    out: npt.NDArray[np.uint64],
     widest: int,
 ) -> None: ...

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-#define STRIPE 64
+#define STRIPE XXH3_STRIPE
 #define LANES 8
 #define SECRET_BYTES 192
 #define STRIPES_PER_BLOCK ((SECRET_BYTES - STRIPE) / 8)
@@ -89,7 +89,7 @@ static inline void mix_avx2(uint64_t *lanes, uint8_t *target, const uint8_t *sou
     __m256i low = _mm256_loadu_si256((const __m256i *)lanes);
     __m256i high = _mm256_loadu_si256((const __m256i *)(lanes + 4));
     for (size_t s = 0; s < stripes; s++, source += STRIPE, key += 8) {
-        _mm_prefetch((const char *)source + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch((const char *)source + PREFETCH_BYTES, _MM_HINT_NTA);
         __m256i a = _mm256_loadu_si256((const __m256i *)source);
         __m256i b = _mm256_loadu_si256((const __m256i *)(source + 32));
         __m256i *to = (__m256i *)(target + s * STRIPE);
@@ -128,7 +128,7 @@ static inline void mix_avx512(uint64_t *lanes, uint8_t *target, const uint8_t *s
 {
     __m512i sum = _mm512_loadu_si512(lanes);
     for (size_t s = 0; s < stripes; s++, source += STRIPE, key += 8) {
-        _mm_prefetch((const char *)source + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch((const char *)source + PREFETCH_BYTES, _MM_HINT_NTA);
         __m512i a = _mm512_loadu_si512(source);
         if (how == STREAM)
             _mm512_stream_si512((__m512i *)(target + s * STRIPE), a);
@@ -180,12 +180,35 @@ static uint64_t fold(const uint64_t *lanes, const uint8_t *key)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+#define FIRST_LANES {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1}
+
+static int way_to_store(const uint8_t *target)
+{
+    return target == NULL ? HASH_ONLY : (uintptr_t)target % STRIPE == 0 ? STREAM : STORE;
+}
+
+// `last`: the last 64 bytes of the input, which may overlap with what was mixed before.
+static uint64_t finish(uint64_t *lanes, const uint8_t *last, size_t length, int how)
+{
+    stripes_plain(lanes, NULL, last, secret + SECRET_BYTES - STRIPE - 7, 1, HASH_ONLY);
+#if defined(__x86_64__)
+    // Streaming stores are ordered by this alone; whoever publishes the bytes must not overtake them.
+    if (how == STREAM)
+        _mm_sfence();
+#endif
+    uint64_t hash = (uint64_t)length * PRIME64_1;
+    for (int i = 0; i < 4; i++)
+        hash += fold(lanes + 2 * i, secret + 11 + 16 * i);
+    hash ^= hash >> 37;
+    hash *= UINT64_C(0x165667919E3779F9);
+    return hash ^ hash >> 32;
+}
+
 uint64_t kvcr_xxh3(uint8_t *target, const uint8_t *source, size_t length, int widest)
 {
-    uint64_t lanes[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
-                             PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    uint64_t lanes[LANES] = FIRST_LANES;
     stripes_fn *mix = kernel(widest);
-    int how = target == NULL ? HASH_ONLY : (uintptr_t)target % STRIPE == 0 ? STREAM : STORE;
+    int how = way_to_store(target);
     // The last stripe is the last 64 bytes, whatever was mixed before: it may overlap, and is kept aside.
     size_t whole = (length - 1) / STRIPE;
     uint8_t last[STRIPE];
@@ -200,16 +223,35 @@ uint64_t kvcr_xxh3(uint8_t *target, const uint8_t *source, size_t length, int wi
     memcpy(last, (target == NULL ? source : target) + length - STRIPE, STRIPE - rest);
     if (target != NULL)
         memcpy(target + whole * STRIPE, last + STRIPE - rest, rest);
-    stripes_plain(lanes, NULL, last, secret + SECRET_BYTES - STRIPE - 7, 1, HASH_ONLY);
-#if defined(__x86_64__)
-    // Streaming stores are ordered by this alone; whoever publishes the bytes must not overtake them.
-    if (how == STREAM)
-        _mm_sfence();
-#endif
-    uint64_t hash = (uint64_t)length * PRIME64_1;
-    for (int i = 0; i < 4; i++)
-        hash += fold(lanes + 2 * i, secret + 11 + 16 * i);
-    hash ^= hash >> 37;
-    hash *= UINT64_C(0x165667919E3779F9);
-    return hash ^ hash >> 32;
+    return finish(lanes, last, length, how);
+}
+
+uint64_t kvcr_xxh3_pieces(uint8_t *target, const kvcr_piece *pieces, size_t count, int widest)
+{
+    uint64_t lanes[LANES] = FIRST_LANES;
+    stripes_fn *mix = kernel(widest);
+    int how = way_to_store(target);
+    size_t in_block = 0, length = 0;
+    uint8_t last[STRIPE];
+    for (size_t p = 0; p < count; p++) {
+        const uint8_t *source = pieces[p].start;
+        // The last stripe of all is mixed by another rule.
+        size_t left = pieces[p].length / STRIPE - (p + 1 == count);
+        while (left > 0) {
+            size_t stripes = STRIPES_PER_BLOCK - in_block < left ? STRIPES_PER_BLOCK - in_block : left;
+            mix(lanes, target + length, source, secret + 8 * in_block, stripes, how);
+            source += stripes * STRIPE;
+            length += stripes * STRIPE;
+            left -= stripes;
+            in_block = (in_block + stripes) % STRIPES_PER_BLOCK;
+            if (in_block == 0)
+                scramble(lanes);
+        }
+        if (p + 1 == count) {
+            memcpy(last, source, STRIPE);
+            memcpy(target + length, last, STRIPE);
+            length += STRIPE;
+        }
+    }
+    return finish(lanes, last, length, how);
 }

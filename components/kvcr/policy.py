@@ -75,7 +75,7 @@ class Policy(Protocol):
         """Which of these blocks are worth a slot; the others' slots are freed."""
 
     def watermarks(self, slots: int) -> Watermarks:
-        """How far ahead of demand to evict in a pool of ``slots``."""
+        """How far ahead of demand to evict in a pool of ``slots``. Asked once for each pool."""
 
     def victims(self, resident: Resident, count: int, now_s: float) -> npt.NDArray[np.int32]:
         """Up to ``count`` slots to evict. Held blocks among them are not evicted."""

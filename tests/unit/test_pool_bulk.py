@@ -142,3 +142,53 @@ def test_a_hash_is_of_what_was_written_while_the_source_changes() -> None:
         stop.set()
         writer.join()
     assert torn, "the source never changed under a copy: this shows nothing"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stripes=st.lists(st.integers(1, 40), min_size=1, max_size=6).filter(lambda counts: sum(counts) >= 4),
+    apart=st.integers(0, 70),
+    shift=st.integers(0, 70),
+    widest=st.sampled_from(WIDEST),
+    seed=st.integers(0, 1000),
+)
+def test_pieces_are_gathered_into_a_row_and_hashed_as_one(
+    stripes: list[int], apart: int, shift: int, widest: int, seed: int
+) -> None:
+    segments = tuple(
+        content(3, 64 * count + apart, seed + index)[:, : 64 * count] for index, count in enumerate(stripes)
+    )
+    width = 64 * sum(stripes)
+    memory = np.full(shift + 3 * (width + 64), 0xA5, np.uint8)
+    target = memory[shift:].reshape(3, width + 64)
+    rows = [np.concatenate([segment[block] for segment in segments]) for block in (2, 0)]
+    expected = np.full_like(target, 0xA5)
+    expected[1, :width], expected[2, :width] = rows
+    for backend in (_native, fallback):
+        target[:], out = 0xA5, np.empty(2, np.uint64)
+        backend.gather_rows(segments, slots(2, 0), target, slots(1, 2), out, widest)
+        np.testing.assert_array_equal(target, expected)
+        assert out.tolist() == [xxhash.xxh3_64_intdigest(row) for row in rows]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("block", "row"), [(3, 0), (-1, 0), (0, 2), (0, -1)])
+def test_no_piece_is_gathered_from_or_to_a_row_that_is_not_there(
+    backend: Backend, block: int, row: int
+) -> None:
+    segments, target = (content(3, 128), content(3, 192)), np.zeros((2, 320), np.uint8)
+    with pytest.raises(IndexError):
+        backend.gather_rows(segments, slots(block), target, slots(row), np.empty(1, np.uint64), 512)
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("segments", "width"),
+    [((content(3, 100),), 320), ((content(3, 640)[:, ::2],), 320), ((content(3, 384),), 320)],
+    ids=["no multiple of 64", "bytes apart", "longer than the row"],
+)
+def test_segments_that_do_not_fit_are_refused(segments: tuple[U8, ...], width: int) -> None:
+    with pytest.raises(ValueError, match=r"segment|width"):
+        _native.gather_rows(
+            segments, slots(0), np.zeros((2, width), np.uint8), slots(0), np.empty(1, np.uint64), 512
+        )

@@ -35,6 +35,24 @@ class Table(NamedTuple):
         return cls(np.zeros(8 * buckets, np.uint64), control_words(SlotState.READY, generations), rows)
 
 
+def directory(slots: int, buckets: int, ranks: int) -> native.Directory:
+    """Empty columns."""
+    return native.Directory(
+        np.zeros(slots, np.uint64),
+        np.zeros(8 * buckets, np.uint64),
+        np.zeros((slots, 2), np.uint64),
+        np.zeros((slots, 2), np.uint64),
+        np.zeros(slots, np.uint64),
+        np.zeros(slots, np.uint32),
+        np.zeros(slots),
+        np.zeros(slots, np.uint64),
+        np.zeros((slots, ranks), np.uint64),
+        np.zeros(slots),
+        np.zeros(slots),
+        np.ones(slots, np.bool_),
+    )
+
+
 def lookup(backend: Backend, table: Table, blob: bytes) -> tuple[list[int], list[int]]:
     slots, generations = np.empty(len(blob) // 16, np.int32), np.empty(len(blob) // 16, np.uint64)
     backend.lookup(blob, *table, slots, generations)
@@ -151,14 +169,15 @@ def test_the_extension_checks_lengths_alignment_and_writability() -> None:
 
 
 def test_the_backend_follows_the_environment_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = native.backend.__wrapped__
     monkeypatch.setenv(native.NO_NATIVE, "0")
-    assert native.backend() is _native
+    assert choose() is _native
     monkeypatch.setenv(native.NO_NATIVE, "1")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert native.backend() is fallback
+    assert choose() is fallback
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match="not safe on aarch64: build the extension"):
-        native.backend()
+        choose()
 
 
 @settings(max_examples=50, deadline=None)
@@ -203,33 +222,83 @@ def test_both_publish_the_same_records(count: int, ranks: int, size: int, seed: 
     sums = rng.integers(0, 1 << 62, (count, ranks)).astype(np.uint64)
     written = []
     for backend in (_native, fallback):
-        control, buckets = np.zeros(64, np.uint64), np.zeros(8 * size, np.uint64)
-        columns: list[Any] = [np.zeros((64, 2), np.uint64), np.zeros((64, 2), np.uint64)]
-        columns += [np.zeros(64, np.uint64), np.zeros(64, np.uint32), np.zeros(64), np.zeros(64, np.uint64)]
-        columns += [np.zeros((64, ranks), np.uint64)]
+        columns = directory(64, size, ranks)
         out = np.empty(count, np.bool_)
-        backend.publish(
-            control, buckets, *columns, slots, generations, rows, rows, hashes, positions, sums, out, 1.5
+        published, digest = backend.publish(
+            columns, slots, generations, rows, rows, hashes, positions, sums, out, 1.5
         )
+        assert published == np.count_nonzero(out)
+        assert digest == np.bitwise_xor.reduce(rows[out, 0], initial=np.uint64(0))
+        control, buckets = columns.control, columns.buckets
         assert control[slots].tolist() == control_words(SlotState.READY, generations).tolist()
         assert np.count_nonzero(control) == count
         assert np.count_nonzero(buckets) == np.count_nonzero(out)
-        written.append([control.tobytes(), *(column.tobytes() for column in columns)])
+        assert (columns.last_used_s[slots] == np.where(out, 1.5, 0.0)).all()
+        assert (columns.pinned_until_s[slots] == np.where(out, -np.inf, 0.0)).all()
+        assert (columns.demoted[slots] == ~out).all()
+        # Each has an order of its own in the buckets, and in what finds no room there.
+        written.append([column.tobytes() for column in (columns.control, *columns[2:9])])
     assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_published_when_a_slot_is_outside(backend: Backend) -> None:
-    control, buckets = np.zeros(4, np.uint64), np.zeros(8, np.uint64)
-    pairs, words = np.zeros((4, 2), np.uint64), np.zeros(4, np.uint64)
+    columns = directory(4, 1, 1)
+    before = [column.tobytes() for column in columns]
     new = np.frombuffer(keys(1, 2), np.uint64).reshape(2, 2)
     two, positions = np.ones(2, np.uint64), np.ones(2, np.uint32)
     with pytest.raises(IndexError):
         backend.publish(
-            control, buckets, pairs, pairs.copy(), words, np.zeros(4, np.uint32), np.zeros(4), words.copy(),
-            words[:, None].copy(), np.array([0, 4], np.int32), two, new, new, two, positions, two[:, None],
+            columns, np.array([0, 4], np.int32), two, new, new, two, positions, two[:, None],
             np.empty(2, np.bool_), 0.0,
         )  # fmt: skip
-    assert not control.any()
-    assert not buckets.any()
-    assert not pairs.any()
+    assert [column.tobytes() for column in columns] == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_granting_writes_owner_and_word_and_gives_the_generation(backend: Backend) -> None:
+    control, owners = np.array([5, 6, 7, 8], np.uint64), np.zeros(4, np.int32)
+    out = np.empty(2, np.uint64)
+    backend.grant(control, owners, np.array([2, 0], np.int32), out, 9)
+    assert out.tolist() == [7, 5]
+    assert owners.tolist() == [9, 0, 9, 0]
+    granted = control_words(SlotState.GRANTED, out).tolist()
+    assert control.tolist() == [granted[1], 6, granted[0], 8]
+    for outside in (-1, 4):
+        with pytest.raises(IndexError):
+            backend.grant(control, owners, np.array([1, outside], np.int32), out, 9)
+    assert owners.tolist() == [9, 0, 9, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_new_sees_whatever_is_not_granted_not_missing_or_not_distinct(backend: Backend) -> None:
+    blob = keys(*range(60))
+    rows = np.frombuffer(blob, np.uint64).reshape(-1, 2)
+    table = Table.of(blob + bytes(16 * 4), 8)
+    generations = np.arange(64, dtype=np.uint64)
+    table.control[:] = control_words(SlotState.GRANTED, generations)
+    slots = np.arange(60, dtype=np.int32)
+
+    def new(slots: Any, generations: Any, rows: Any) -> bool:
+        return backend.all_new(
+            table.control,
+            table.buckets,
+            table.key_column,
+            np.array(slots, np.int32),
+            np.array(generations, np.uint64),
+            np.array(rows, np.uint64),
+        )
+
+    assert new(slots, generations[:60], rows)
+    assert new([], [], rows[:0])
+    assert not new([1, 2, 1], [1, 2, 1], rows[:3]), "a slot twice"
+    assert not new([1, 2, 3], [1, 2, 3], rows[[0, 1, 0]]), "a key twice"
+    assert not new([1, 2], [1, 3], rows[:2]), "another generation"
+    assert not new([1, 64], [1, 64], rows[:2]), "a slot the pool has not"
+    assert not new([1, -1], [1, 63], rows[:2])
+    table.control[:] = control_words(SlotState.READY, generations)
+    insert(_native, table, keys(5), np.array([5], np.int32))
+    assert not new([1], [1], rows[:1]), "not granted"
+    table.control[1] = control_words(SlotState.GRANTED, generations[1:2])[0]
+    assert new([1], [1], rows[:1])
+    assert not new([1], [1], rows[5:6]), "a key that is there"

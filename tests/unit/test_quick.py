@@ -13,15 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvcr.guard import quick
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.quick import TELL_S, QuickPulls
 from kvcr.policy import DefaultPolicy, Offer
 from kvcr.pool import SlotState
-from kvcr.protocol.engine import BlockStatus, Fetch, FetchProgress, Source, ToEngine
+from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, Source, ToEngine
+from kvcr.transfer import base
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
-from kvcr.transfer.shm import OPTIMISTIC_BLOCKS, ShmTransport
+from kvcr.transfer.shm import ShmTransport
 from tests.unit.pools import ROOT, content, create, key, keys
 
 PART_BYTES = 4096
@@ -39,10 +41,12 @@ class Link:
     """Our side of a link to the source; remembers what it was told."""
 
     transport: ShmTransport
+    name: str = "source"
     bytes_per_s: float | None = None
     released: list[Any] = field(default_factory=list)
 
-    def measured(self, *arguments: Any) -> None: ...
+    def measured(self, *arguments: Any) -> float:
+        return 1e9
 
     def release(self, message: Any) -> None:
         self.released.append(message)
@@ -75,6 +79,9 @@ class Pair:
         self.context = SimpleNamespace(local=local)
         self.quick = QuickPulls(cast(Any, SimpleNamespace(pool_changed=lambda: None)), self.loop, self.meters)
         self.told: list[ToEngine] = []
+        """What the scheduler was sent alone."""
+        self.heard: list[ToEngine] = []
+        """What every process of the engine was sent."""
 
     def pull(self, *numbers: int, first: int = 0, others: set[bytes] | None = None, **more: Any) -> Any:
         fetch = Fetch(
@@ -98,6 +105,7 @@ class Pair:
             cast(Any, self.link),
             others or set(),
             self.told.append,
+            self.heard.append,
         )
 
     def counts(self) -> dict[SlotState, int]:
@@ -143,6 +151,7 @@ def test_the_source_and_the_meters_hear_of_several_pulls_at_once(pair: Pair) -> 
     (release,) = pair.link.released
     assert (release.lease_id, release.block_count, release.byte_count) == (0, 3, 3 * PART_BYTES)
     assert pair.meters.pulled_blocks.value(transport="shm") == 3
+    assert pair.meters.peer_pulled_bytes.value(peer="source") == 3 * PART_BYTES
     assert pair.meters.fetches.value(result="ok") == 2
 
 
@@ -151,7 +160,6 @@ def test_the_source_and_the_meters_hear_of_several_pulls_at_once(pair: Pair) -> 
     [
         pytest.param((1, 10), {}, id="a block the source has not"),
         pytest.param((1, 2, 1), {}, id="the same block twice"),
-        pytest.param(tuple(range(OPTIMISTIC_BLOCKS + 1)), {}, id="too many blocks"),
         pytest.param((1, 2), {"others": {key(2)}}, id="a block another pull is getting"),
         pytest.param((1, 2), {"sources": [Source("tcp://a", 0, 1)]}, id="a block it is not said to have"),
         pytest.param((1, 2), {"sources": []}, id="no source"),
@@ -167,6 +175,59 @@ def test_what_is_out_of_the_ordinary_is_left_alone(
     before = pair.counts()
     assert pair.pull(*numbers, **more) is None
     assert (pair.counts(), pair.told) == (before, [])
+
+
+def test_a_pull_of_several_steps_tells_of_each_and_of_the_whole_first(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "STEP_BYTES", 4 * PART_BYTES)
+    pulled = pair.pull(*range(10))
+    assert pulled.statuses.tolist() == [BlockStatus.OK] * 10
+    (lease,) = pair.told
+    assert isinstance(lease, FetchLease)
+    assert lease.available == 10
+    progress = [message for message in pair.heard if isinstance(message, FetchProgress)]
+    assert [list(message.statuses) for message in progress] == [
+        [BlockStatus.OK] * done + [BlockStatus.PENDING] * (10 - done) for done in (4, 8, 10)
+    ]
+    assert [message.final for message in progress] == [False, False, True]
+    found = pair.target.lookup(keys(*range(10)))
+    assert pair.target.record(found.slots).parents == ROOT + keys(*range(9))
+    for slot, number in zip(found.slots.tolist(), range(10), strict=True):
+        assert bytes(pair.target.part(0, slot)) == content(key(number), PART_BYTES)
+    pair.target.check_invariants()
+
+
+def test_what_was_published_before_a_step_went_wrong_stays(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "STEP_BYTES", 4 * PART_BYTES)
+    pair.source.part(0, int(pair.slots[6]))[100] ^= 1
+    assert pair.pull(*range(10)) is None
+    assert (pair.target.lookup(keys(*range(10))).slots >= 0).tolist() == [True] * 4 + [False] * 6
+    assert pair.counts()[SlotState.GRANTED] == 0
+    assert not any(message.final for message in pair.heard if isinstance(message, FetchProgress))
+    pair.target.check_invariants()
+
+
+def test_large_pulls_leave_the_thread_half_of_its_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "INLINE_BYTES", 2 * PART_BYTES)
+
+    def pull_at(times_s: list[float], *numbers: int) -> bool:
+        """``times_s``: what the clock says, look by look."""
+        monkeypatch.setattr(quick, "time", SimpleNamespace(monotonic=iter(times_s).__next__))
+        return pair.pull(*numbers) is not None
+
+    assert pull_at([1.0, 1.0, 5.0], 0, 1, 2)
+    assert not pull_at([8.9], 3, 4, 5)
+    assert pull_at([8.9, 8.9], 3, 4)
+    assert pull_at([9.0, 9.0, 9.1], 5, 6, 7)
+
+
+def test_a_pull_beyond_the_limit_is_left_to_the_movers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "QUICK_BYTES", 3 * PART_BYTES)
+    assert pair.pull(1, 2, 3, 4) is None
+    assert pair.pull(1, 2, 3) is not None
 
 
 def test_a_block_that_is_here_already_is_left_to_the_long_way(pair: Pair) -> None:

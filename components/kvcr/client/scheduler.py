@@ -249,6 +249,8 @@ class SchedulerHandle:
     def _top_up(self) -> None:
         session = self._session
         missing = self._target - len(self._standing)
+        if self._listed and 2 * missing < self._target:
+            return
         now_s = self._clock()
         # In this order: what is granted now must not be taken for what we do not know of.
         if session is None or not self._list(session):
@@ -315,12 +317,16 @@ class SchedulerHandle:
     def wait_for(self, state: FetchState, deadline_s: float) -> None:
         """Wait until a fetch is final or, on the monotonic clock, the deadline: for callers with nothing else
         to do, which a scheduler is not."""
-        while not state.final and (left_s := deadline_s - time.monotonic()) > 0.0:
+        while True:
+            # First, as a guard on the same core has answered by the time that the engine's message is sent.
+            self.poll()
+            left_s = deadline_s - time.monotonic()
+            if state.final or left_s <= 0.0:
+                return
             poller = select.poll()
             if (descriptor := self._link.fileno()) >= 0:
                 poller.register(descriptor, select.POLLIN)
             poller.poll(1000 * min(left_s, RESERVE_RETRY_S))
-            self.poll()
 
     def fetch_state(self, request_id: str) -> FetchState | None:
         return self._fetches.get(request_id)

@@ -140,6 +140,10 @@ class Actions:
 
     def fetch_ended(self, ended: Ended) -> None:
         """A fetch is over: free the sources of a move, then say how it went."""
+        fetch = ended.fetch
+        if not (fetch.plan_id or fetch.action_id or fetch.move or self._prefetches.has(fetch.request_id)):
+            # An engine's own, of which nobody wants to hear.
+            return
 
         def freed(count: int, asked: int, reason: str) -> None:
             code, detail = code_of_copy(ended), "; ".join(filter(None, [ended.reason, reason]))

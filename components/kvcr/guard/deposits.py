@@ -62,8 +62,10 @@ class Deposits:
         slots, generations = i32(message.slots), u64(message.generations)
         count = len(slots)
         hashes, positions = u64(message.engine_hashes), u32(message.positions)
+        sums = u64(message.checksums)
         if not (
             len(generations) == len(hashes) == len(positions) == count <= MAX_BLOCKS_PER_MESSAGE
+            and len(sums) in (0, count)
             and len(message.keys) == len(message.parents) == KEY_BYTES * count
         ):
             raise ProtocolError(
@@ -76,7 +78,11 @@ class Deposits:
             answer(Committed(pool.epoch, message.slots, message.generations))
             return
         keys, parents = message.keys, message.parents
-        if pool.layout.ranks > 1 or slots.min(initial=0) < 0 or slots.max(initial=0) >= pool.slots:
+        # As they were stored. With more ranks each message has one part's only.
+        is_hashed = pool.layout.ranks == 1 and len(sums) > 0
+        if not is_hashed and (
+            pool.layout.ranks > 1 or slots.min(initial=0) < 0 or slots.max(initial=0) >= pool.slots
+        ):
             chosen = self._to_commit(pool, message, slots, generations, rank, answer)
             slots, generations, hashes, positions = (
                 slots[chosen],
@@ -92,8 +98,8 @@ class Deposits:
             if checksums is None or pool is not self._host.pool:
                 return
             now_s = time.monotonic()
-            dead = self._tombstones.dead(keys, parents, message.epoch, message.drops, now_s)
-            if dead.any():
+            if len(self._tombstones):
+                dead = self._tombstones.dead(keys, parents, message.epoch, message.drops, now_s)
                 # Not granted any more, they are passed over by the commit.
                 self._meters.dead_fills.inc(pool.give_back(slots[dead], generations[dead]))
             result = pool.commit(
@@ -106,13 +112,16 @@ class Deposits:
                 checksums,
                 now_s,
             )
-            stored = int(result.committed.sum())
+            # First, as the engine may wait for it on this core.
+            answer(Committed(pool.epoch, slots.tobytes(), generations.tobytes()))
+            stored = int(np.count_nonzero(result.committed))
             self._meters.deposited_blocks.inc(stored)
             self._meters.deposited_bytes.inc(stored * local.block_bytes)
             self._host.pool_changed()
-            answer(Committed(pool.epoch, slots.tobytes(), generations.tobytes()))
 
-        if len(slots) * local.block_bytes <= INLINE_BYTES:
+        if is_hashed:
+            hashed(sums)
+        elif len(slots) * local.block_bytes <= INLINE_BYTES:
             hashed(local.checksums(slots))
         else:
             self._movers.submit(lambda: local.checksums(slots), hashed)

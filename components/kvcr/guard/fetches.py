@@ -255,7 +255,9 @@ class Fetches:
             return refusal
         if fetch.sources:
             link = self._host.peers.link(context, fetch.sources[0].endpoint)
-            pulled = self._quick.pull(fetch, hashes, pool, context, link, self._getting, answer)
+            pulled = self._quick.pull(
+                fetch, hashes, pool, context, link, self._getting, answer, asker.broadcast
+            )
             if pulled is not None:
                 nbytes = count * context.local.block_bytes
                 if trace is not None:

@@ -121,6 +121,10 @@ class Prefetches:
             self._fetches.finish(prefetch.request_id)
         return len(running)
 
+    def has(self, request_id: str) -> bool:
+        """Whether this fetch is a part of a prefetch."""
+        return request_id in self._active
+
     def part_ended(self, ended: Ended, code: ActionCode, detail: str) -> bool:
         """A fetch ended, as ``code``. False: it was no part of a prefetch."""
         prefetch = self._active.pop(ended.fetch.request_id, None)

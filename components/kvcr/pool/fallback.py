@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import xxhash
 
 from kvcr.keys import KEY_BYTES
-from kvcr.pool.state import F64, GENERATION_MASK, I32, STATE_SHIFT, U8, U32, U64, Mask, SlotState
+from kvcr.pool.state import GENERATION_MASK, I32, STATE_SHIFT, U8, U32, U64, Mask, SlotState
+
+if TYPE_CHECKING:
+    from kvcr.pool.native import Directory
 
 BUCKET_ENTRIES = 8
+_GRANTED = np.uint64(SlotState.GRANTED)
 _READY = np.uint64(SlotState.READY)
 _SHIFT = np.uint64(STATE_SHIFT)
 _GENERATION = np.uint64(GENERATION_MASK)
@@ -59,6 +65,13 @@ def load_words(words: U64, indices: I32, out: U64) -> None:
 def store_words(words: U64, indices: I32, values: U64) -> None:
     _check_indices(words, indices)
     words[indices] = values
+
+
+def grant(control: U64, owners: I32, slots: I32, out_generations: U64, owner: int) -> None:
+    _check_indices(control, slots)
+    out_generations[:] = control[slots] & _GENERATION
+    owners[slots] = owner
+    store_words(control, slots, out_generations | (_GRANTED << _SHIFT))
 
 
 def lookup(
@@ -169,16 +182,19 @@ def seals(
     out[:] = state
 
 
+def all_new(control: U64, buckets: U64, key_column: U64, slots: I32, generations: U64, keys: U64) -> bool:
+    inside = (slots >= 0) & (slots < len(control)) & (generations <= _GENERATION)
+    if not inside.all() or (control[slots] != generations | (_GRANTED << _SHIFT)).any():
+        return False
+    found, found_generations = np.empty(len(slots), np.int32), np.empty(len(slots), np.uint64)
+    lookup(keys, buckets, control, key_column, found, found_generations)
+    pairs = _pairs(keys)
+    distinct = len(np.unique(slots)) == len(np.unique(pairs, axis=0)) == len(slots)
+    return distinct and not bool((found >= 0).any())
+
+
 def publish(
-    control: U64,
-    buckets: U64,
-    keys: U64,
-    parents: U64,
-    engine_hashes: U64,
-    positions: U32,
-    stored_at: F64,
-    seals_: U64,
-    checksums: U64,
+    columns: Directory,
     slots: I32,
     generations: U64,
     new_keys: U64,
@@ -188,19 +204,24 @@ def publish(
     new_checksums: U64,
     out: Mask,
     now_s: float,
-) -> None:
-    _check_indices(control, slots)
-    checksums[slots] = new_checksums
-    keys[slots] = new_keys
-    parents[slots] = new_parents
-    engine_hashes[slots] = new_hashes
-    positions[slots] = new_positions
-    stored_at[slots] = now_s
+) -> tuple[int, int]:
+    _check_indices(columns.control, slots)
+    columns.checksums[slots] = new_checksums
+    columns.keys[slots] = new_keys
+    columns.parents[slots] = new_parents
+    columns.engine_hashes[slots] = new_hashes
+    columns.positions[slots] = new_positions
+    columns.stored_at[slots] = now_s
     sealed = np.empty(len(slots), np.uint64)
     seals(generations, new_keys, new_parents, new_hashes, new_positions, new_checksums, sealed)
-    seals_[slots] = sealed
-    store_words(control, slots, generations | (_READY << _SHIFT))
-    insert(buckets, new_keys, slots, out)
+    columns.seals[slots] = sealed
+    store_words(columns.control, slots, generations | (_READY << _SHIFT))
+    insert(columns.buckets, new_keys, slots, out)
+    columns.last_used_s[slots[out]] = now_s
+    columns.pinned_until_s[slots[out]] = -np.inf
+    columns.demoted[slots[out]] = False
+    digest = np.bitwise_xor.reduce(new_keys[out, 0], initial=np.uint64(0))
+    return int(np.count_nonzero(out)), int(digest)
 
 
 def hash_rows(array: U8, rows: I32, out: U64, width: int, widest: int) -> None:
@@ -223,3 +244,15 @@ def copy_rows(
 def _check_rows(array: U8, rows: I32) -> None:
     if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(array)):
         raise IndexError(f"a row is outside of the {len(array)} of an array")
+
+
+def gather_rows(segments: tuple[U8, ...], blocks: I32, target: U8, rows: I32, out: U64, widest: int) -> None:
+    for segment in segments:
+        _check_rows(segment, blocks)
+    _check_rows(target, rows)
+    for index, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
+        offset = 0
+        for segment in segments:
+            target[row, offset : offset + segment.shape[1]] = segment[block]
+            offset += segment.shape[1]
+        out[index] = xxhash.xxh3_64_intdigest(target[row, :offset].data)

@@ -9,10 +9,11 @@ could be served.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from types import ModuleType
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from kvcr.errors import ConfigError
 from kvcr.pool import fallback
@@ -33,6 +34,24 @@ WIDEST = 512
 """Bits of the widest vectors to hash with; the extension takes what the processor has of them."""
 
 
+class Directory(NamedTuple):
+    """Every column that changes when a block is published, one entry a slot but for the buckets: those of the
+    file, and behind them what the guard keeps of its slots for itself."""
+
+    control: U64
+    buckets: U64
+    keys: U64
+    parents: U64
+    engine_hashes: U64
+    positions: U32
+    stored_at: F64
+    seals: U64
+    checksums: U64
+    last_used_s: F64
+    pinned_until_s: F64
+    demoted: Mask
+
+
 class Backend(Protocol):
     """What the pool needs done with order or in a tight loop. Arrays are C-contiguous."""
 
@@ -41,6 +60,10 @@ class Backend(Protocol):
 
     def store_words(self, words: U64, indices: I32, values: U64) -> None:
         """Release stores, in order. Raises IndexError, and stores nothing, outside of ``words``."""
+
+    def grant(self, control: U64, owners: I32, slots: I32, out_generations: U64, owner: int) -> None:
+        """Write the owner of slots taken from the free list, then their control words: GRANTED, generation
+        unchanged. Raises IndexError, and stores nothing, outside of ``control``."""
 
     def lookup(
         self,
@@ -79,6 +102,11 @@ class Backend(Protocol):
     def remove(self, buckets: U64, keys: bytes | U64, slots: I32) -> int:
         """Clears the entries key -> slot; returns how many there were."""
 
+    def all_new(
+        self, control: U64, buckets: U64, key_column: U64, slots: I32, generations: U64, keys: U64
+    ) -> bool:
+        """Whether every slot is GRANTED in its generation, every key a miss, and all of them distinct."""
+
     def seals(
         self,
         generations: U64,
@@ -93,15 +121,7 @@ class Backend(Protocol):
 
     def publish(
         self,
-        control: U64,
-        buckets: U64,
-        keys: U64,
-        parents: U64,
-        engine_hashes: U64,
-        positions: U32,
-        stored_at: F64,
-        seals: U64,
-        checksums: U64,
+        columns: Directory,
         slots: I32,
         generations: U64,
         new_keys: U64,
@@ -111,9 +131,10 @@ class Backend(Protocol):
         new_checksums: U64,
         out: Mask,
         now_s: float,
-    ) -> None:
+    ) -> tuple[int, int]:
         """Write records (columns first) of slots the caller owns, then their control words, READY, then the
-        index; ``out`` is False where that has no room. The keys are distinct and not there."""
+        index; ``out`` is False where that has no room. Returns the number of the others, and the XOR of the
+        first words of their keys. The keys are distinct and not there."""
 
     def hash_rows(self, array: U8, rows: I32, out: U64, width: int, widest: int) -> None:
         """xxh3-64 of the first ``width`` bytes of rows of ``array``. Raises IndexError outside of it."""
@@ -131,14 +152,23 @@ class Backend(Protocol):
         """Copy the first ``width`` bytes of rows to rows; ``out`` is the xxh3-64 of what was written, even
         if the source changes meanwhile. Raises IndexError, and copies nothing, outside of an array."""
 
+    def gather_rows(
+        self, segments: tuple[U8, ...], blocks: I32, target: U8, rows: I32, out: U64, widest: int
+    ) -> None:
+        """Copy the pieces a block has in each segment, one after the other, to the start of a row; ``out``
+        is the xxh3-64 of what was written. Segments are [blocks, width] with rows that may lie apart,
+        multiples of 64 bytes wide. Raises IndexError, and copies nothing, outside of an array."""
+
 
 def bulk(width: int) -> Backend:
     """:func:`backend`, for rows of ``width`` bytes."""
     return backend() if width >= SHORTEST_ROW else cast(Backend, fallback)
 
 
+@functools.cache
 def backend() -> Backend:
-    """The implementation to use in this process. Raises ConfigError where none is safe."""
+    """The implementation to use in this process, chosen at the first call. Raises ConfigError where none is
+    safe."""
     if _native is not None and os.environ.get(NO_NATIVE, "") in ("", "0"):
         return cast(Backend, _native)
     machine = platform.machine()

@@ -69,6 +69,8 @@ class Pool:
         self.slots: int = geometry.slots
         self.slot_part_bytes: int = geometry.part_stride
         self.policy = policy
+        self._marks = policy.watermarks(geometry.slots)
+        self._admits_all = type(policy).admit is DefaultPolicy.admit
         self.recovery = recovery
         """What attach found; all zero for a new pool."""
         self.evicted_blocks: Counter[str] = Counter()
@@ -88,6 +90,20 @@ class Pool:
         self._last_used_s = meta.stored_at.copy()
         self._pinned_until_s = np.full(self.slots, -np.inf)
         self._demoted = np.zeros(self.slots, dtype=np.bool_)
+        self._directory = native.Directory(
+            meta.control,
+            meta.buckets,
+            meta.keys,
+            meta.parents,
+            meta.engine_hashes,
+            meta.positions,
+            meta.stored_at,
+            meta.seals,
+            meta.checksums,
+            self._last_used_s,
+            self._pinned_until_s,
+            self._demoted,
+        )
         self._leases = np.zeros(self.slots, dtype=np.int32)
         self._leased_generation = np.zeros(self.slots, dtype=np.uint64)
         self._stored: list[Granted] = []
@@ -98,7 +114,7 @@ class Pool:
         self._cooling.push_undated(np.flatnonzero(states == SlotState.COOLING).astype(np.int32))
         ready = states == SlotState.READY
         self._ready = int(np.count_nonzero(ready))
-        self._digest = np.bitwise_xor.reduce(meta.keys[ready, 0], initial=np.uint64(0))
+        self._digest = int(np.bitwise_xor.reduce(meta.keys[ready, 0], initial=np.uint64(0)))
 
     # ------------------------------------------------------------------------------ life of the files
 
@@ -208,9 +224,8 @@ class Pool:
         if not count:
             return Granted(_NO_SLOTS, np.empty(0, dtype=np.uint64))
         slots = self._free.take(self.policy.place(self._free.slots, count))
-        generations = generations_of(self._meta.control[slots])
-        self._meta.owners[slots] = owner
-        self._set(slots, SlotState.GRANTED, generations)
+        generations = np.empty(count, dtype=np.uint64)
+        self._backend.grant(self._meta.control, self._meta.owners, slots, generations, owner)
         return Granted(slots, generations)
 
     @property
@@ -254,6 +269,13 @@ class Pool:
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries, slots has {count}")
 
+        columns = Columns(slots, generations, rows, parent_rows, hashes, places, sums)
+        meta = self._meta
+        if self._backend.all_new(meta.control, meta.buckets, meta.keys, slots, generations, rows):
+            # The usual case: every slot is granted, every key new.
+            none = np.zeros(count, dtype=np.bool_)
+            committed = self._admit(columns, keys, parents, now_s)
+            return CommitResult(committed, none, ~committed, none)
         found = self.lookup(keys)
         committed = (found.slots == slots) & (found.generations == generations) & (slots >= 0)
         duplicate, refused = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
@@ -263,22 +285,13 @@ class Pool:
         duplicate[todo[~fresh]] = True
         todo = todo[fresh]
         if len(todo):
-            if len(todo) == count:
-                # The usual case: every slot is granted, every key new.
-                offer = Offer(keys, parents, places)
-            else:
-                offer = Offer(rows[todo].tobytes(), parent_rows[todo].tobytes(), places[todo])
-            admitted = np.asarray(self.policy.admit(offer, now_s), dtype=np.bool_)
-            refused[todo[~admitted]] = True
-            todo = todo[admitted]
-        if len(todo):
-            columns = Columns(slots, generations, rows, parent_rows, hashes, places, sums)
-            indexed = self._publish(columns if len(todo) == count else columns.at(todo), now_s)
-            committed[todo[indexed]] = True
-            refused[todo[~indexed]] = True
+            fresh_ones = columns.at(todo)
+            done = self._admit(fresh_ones, fresh_ones.keys.tobytes(), fresh_ones.parents.tobytes(), now_s)
+            committed[todo[done]] = True
+            refused[todo[~done]] = True
         unwanted = duplicate | refused
-        if unwanted.any():
-            self._release(slots[unwanted])
+        if duplicate.any():
+            self._release(slots[duplicate])
         return CommitResult(committed, duplicate, refused, ~(committed | unwanted))
 
     def commit_new(
@@ -297,44 +310,34 @@ class Pool:
         """
         rows = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
         parent_rows = np.frombuffer(parents, dtype=np.uint64).reshape(-1, 2)
-        done = np.asarray(self.policy.admit(Offer(keys, parents, positions), now_s), dtype=np.bool_)
         columns = Columns(*granted, rows, parent_rows, engine_hashes, positions, checksums)
-        if done.all():
+        return self._admit(columns, keys, parents, now_s)
+
+    def _admit(self, columns: Columns, keys: bytes, parents: bytes, now_s: float) -> Mask:
+        """Publish what the policy wants and the index has room for, and free the other slots. ``keys`` and
+        ``parents`` are those of the columns."""
+        count = len(columns.slots)
+        if self._admits_all:
             done = self._publish(columns, now_s)
         else:
+            offer = Offer(keys, parents, columns.positions)
+            done = np.array(self.policy.admit(offer, now_s), dtype=np.bool_)
             done[done] = self._publish(columns.at(done), now_s)
-        if not done.all():
-            self._release(granted.slots[~done])
+        if np.count_nonzero(done) < count:
+            self._release(columns.slots[~done])
         return done
 
     def _publish(self, columns: Columns, now_s: float) -> Mask:
         """Granted slots to READY; a mask of those the index had room for."""
-        meta = self._meta
-        slots, generations, rows = columns.slots, columns.generations, columns.keys
-        indexed: Mask = np.empty(len(slots), dtype=np.bool_)
-        self._backend.publish(
-            meta.control,
-            meta.buckets,
-            meta.keys,
-            meta.parents,
-            meta.engine_hashes,
-            meta.positions,
-            meta.stored_at,
-            meta.seals,
-            meta.checksums,
-            *columns,
-            indexed,
-            now_s,
-        )
-        if not indexed.all():
-            self.unindexed_blocks += int(np.count_nonzero(~indexed))
-            slots, generations, rows = slots[indexed], generations[indexed], rows[indexed]
-        self._last_used_s[slots] = now_s
-        self._pinned_until_s[slots] = -np.inf
-        self._demoted[slots] = False
+        indexed: Mask = np.empty(len(columns.slots), dtype=np.bool_)
+        count, digest = self._backend.publish(self._directory, *columns, indexed, now_s)
+        slots, generations = columns.slots, columns.generations
+        if count < len(slots):
+            self.unindexed_blocks += len(slots) - count
+            slots, generations = slots[indexed], generations[indexed]
         self._stored.append(Granted(slots, generations))
-        self._ready += len(slots)
-        self._digest ^= np.bitwise_xor.reduce(rows[:, 0], initial=np.uint64(0))
+        self._ready += count
+        self._digest ^= digest
         return indexed
 
     def give_back(self, slots: I32, generations: U64) -> int:
@@ -404,6 +407,8 @@ class Pool:
 
     def tick(self, now_s: float) -> int:
         """Free the slots that cooled for 2 s and have no lease; returns how many. Call it once a second."""
+        if not self._cooling.due(now_s):
+            return 0
         cooled = self._cooling.pop(now_s, lambda slots: self._leases[slots] > 0)
         if len(cooled):
             self._set(cooled, SlotState.FREE, generations_of(self._meta.control[cooled]))
@@ -418,6 +423,10 @@ class Pool:
         meta = self._meta
         self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, found.slots, found.generations)
         return found
+
+    def hits(self, keys: bytes) -> int:
+        """How many of these blocks are here."""
+        return int(np.count_nonzero(self.lookup(keys).slots >= 0))
 
     def still(self, slots: I32, generations: U64) -> Mask:
         """Whether each slot is READY in that generation."""
@@ -544,7 +553,7 @@ class Pool:
     @property
     def digest(self) -> int:
         """XOR of the first 8 bytes (little-endian) of every READY key: equal sets have equal digests."""
-        return int(self._digest)
+        return self._digest
 
     def counts(self) -> dict[SlotState, int]:
         """Slots by state."""
@@ -655,16 +664,15 @@ class Pool:
         keys = rows.tobytes()
         self._removed.append(keys)
         self._ready -= len(slots)
-        self._digest ^= np.bitwise_xor.reduce(rows[:, 0], initial=np.uint64(0))
+        self._digest ^= int(np.bitwise_xor.reduce(rows[:, 0], initial=np.uint64(0)))
         return keys
 
     def _evict_ahead(self, count: int, now_s: float) -> None:
         """Evict one batch when granting ``count`` slots would leave fewer than the low watermark."""
-        marks = self.policy.watermarks(self.slots)
         left = len(self._free) + len(self._cooling) - count
-        if left >= marks.low or not self._ready:
+        if left >= self._marks.low or not self._ready:
             return
-        victims = as_slots(self.policy.victims(self._resident(now_s), marks.high - left, now_s))
+        victims = as_slots(self.policy.victims(self._resident(now_s), self._marks.high - left, now_s))
         victims = self._in_state(victims, SlotState.READY)
         self.evict(victims[~self._held(victims, now_s)], now_s, "space")
 

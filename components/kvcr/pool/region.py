@@ -181,3 +181,19 @@ def copy_parts(source: U8, source_slots: I32, target: U8, target_slots: I32, par
         source, as_slots(source_slots), target, as_slots(target_slots), sums, part_bytes, native.WIDEST
     )
     return sums
+
+
+SEGMENT_BYTES = 64
+"""What the pieces of a block must be multiples of to be hashed as they are stored: a stripe of XXH3."""
+
+
+def gather_parts(segments: tuple[U8, ...], blocks: I32, target: U8, slots: I32) -> U64:
+    """Copy blocks that lie in pieces, one in each segment, to rows; returns the xxh3-64 of what was written.
+
+    ``segments``: uint8 [blocks, bytes], rows maybe apart, each of a multiple of :data:`SEGMENT_BYTES`. As
+    :func:`copy_parts` for the rest.
+    """
+    width = sum(segment.shape[1] for segment in segments)
+    sums = np.empty(len(slots), np.uint64)
+    native.bulk(width).gather_rows(segments, as_slots(blocks), target, as_slots(slots), sums, native.WIDEST)
+    return sums

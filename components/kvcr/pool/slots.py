@@ -36,7 +36,8 @@ class FreeList:
         """Remove and return the slots at distinct ``indices``."""
         taken = self._slots[indices]
         left = self._count - len(indices)
-        if not len(indices) or int(indices.min()) >= left:
+        # As a list: a reduction of a few entries takes longer than that.
+        if not len(indices) or min(indices.tolist()) >= left:
             self._count = left
             return taken
         # Fill the holes with what would be cut off at the end.
@@ -69,6 +70,10 @@ class CoolingQueue:
         if len(slots):
             self._undated.append(slots)
             self._count += len(slots)
+
+    def due(self, now_s: float) -> bool:
+        """Whether :meth:`pop` may have something to return, or a batch to date."""
+        return bool(self._undated) or (bool(self._batches) and self._batches[0][0] <= now_s)
 
     def pop(self, now_s: float, held: Callable[[I32], Mask]) -> I32:
         """Remove and return the slots that cooled long enough; those still ``held`` wait another round."""

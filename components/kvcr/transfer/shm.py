@@ -68,12 +68,14 @@ class ShmTransport:
     def close(self) -> None:
         """The maps are dropped with the last step that uses them."""
 
-    def take(self, found: Found, local_slots: npt.NDArray[np.int32]) -> bool:
-        """Copy what :meth:`lookup` found on the calling thread; whether every block arrived and verified."""
-        part, sums = self._local.layout.part_bytes, found.checksums
+    def take(self, found: Found, local_slots: npt.NDArray[np.int32], part: slice) -> bool:
+        """Copy ``part`` of what :meth:`lookup` found to as many of the slots, on the calling thread; whether
+        every block of it arrived and verified."""
+        width, sums = self._local.layout.part_bytes, found.checksums[part]
+        remote, slots = found.slots[part], local_slots[part]
         for rank, (target, region) in enumerate(zip(self._local.arrays, self._regions, strict=True)):
-            got = copy_parts(region.rows, found.slots, target, local_slots, part)
-            if not np.array_equal(got, sums[:, rank]):
+            got = copy_parts(region.rows, remote, target, slots, width)
+            if got.tobytes() != sums[:, rank].tobytes():
                 return False
         # Verified against checksums that go with the key, whatever became of the source's slot since.
         return True
