@@ -30,11 +30,11 @@ SIZES = {"256 KiB": 256 * KIB, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
 LOOKUPS = (1, 16, 256, 2048)
 
 REPS = {1: 60, 8: 12, 32: 9, 64: 5}
-QUICK_REPS = {1: 25, 8: 4, 32: 4, 64: 1}
+QUICK_REPS = {1: 40, 8: 8, 32: 6, 64: 1}
 """Blocks a pull -> pulls, in each round. One block is pulled three times as often where it is 256 KiB."""
 
-LOCAL_REPS = {1: 60, 8: 12, 32: 5, 64: 3}
-QUICK_LOCAL_REPS = {1: 25, 8: 4, 32: 1}
+LOCAL_REPS = {1: 100, 8: 12, 32: 5, 64: 3}
+QUICK_LOCAL_REPS = {1: 100, 8: 8, 32: 3}
 """Of deposits and loads."""
 
 ROUNDS = 3

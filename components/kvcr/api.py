@@ -27,7 +27,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,16 @@ Statuses = npt.NDArray[np.uint8]
 """uint8 :class:`BlockStatus`, one a key."""
 
 STANDING_BLOCKS = 256
+
+
+class _Columns(NamedTuple):
+    """What is deposited, one entry a block."""
+
+    block_ids: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.void]
+    parents: npt.NDArray[np.void]
+    engine_hashes: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.uint32]
 
 
 class Kvcr:
@@ -167,23 +177,29 @@ class Kvcr:
         count = len(keys)
         if len(block_ids) != count:
             raise ValueError(f"{count} keys and {len(block_ids)} block ids; give one block id a key")
-        if parents is None:
-            parents = [root or BlockKey(bytes(KEY_BYTES)), *keys[:-1]] if count else []
-        hashes = np.array(
-            [int.from_bytes(k[:8], "little") for k in keys] if engine_hashes is None else engine_hashes, "<u8"
+        for name, given in (("parents", parents), ("hashes", engine_hashes), ("positions", positions)):
+            if given is not None and len(given) != count:
+                raise ValueError(f"{count} keys and {len(given)} {name}; give one a key, or none")
+        blob = pack_keys(keys)
+        before = (root or bytes(KEY_BYTES)) + blob[:-KEY_BYTES] if parents is None else pack_keys(parents)
+        columns = _Columns(
+            block_ids=np.array(block_ids, "<i4"),
+            keys=np.frombuffer(blob, f"V{KEY_BYTES}"),
+            parents=np.frombuffer(before[: len(blob)], f"V{KEY_BYTES}"),
+            engine_hashes=np.frombuffer(blob, "<u8")[::2]
+            if engine_hashes is None
+            else np.array(engine_hashes, "<u8"),
+            positions=np.arange(count, dtype="<u4") if positions is None else np.array(positions, "<u4"),
         )
-        places = np.arange(count, dtype="<u4") if positions is None else np.array(positions, "<u4")
         deadline_s = time.monotonic() + wait_s
-        statuses = self.query(keys)
-        todo = np.flatnonzero(statuses != BlockStatus.OK)
+        todo = np.flatnonzero(~self._scheduler.lookup(blob))
         with self._worker.borrowed():
             while len(todo):
                 self.poll()
                 grants = self._scheduler.take_grants(min(len(todo), MAX_BLOCKS_PER_MESSAGE))
                 if len(grants):
                     batch, todo = todo[: len(grants)], todo[len(grants) :]
-                    self._save(grants, batch, keys, parents, block_ids, hashes, places)
-                    statuses[batch] = BlockStatus.PENDING
+                    self._save(grants, batch, columns)
                 elif time.monotonic() >= deadline_s or not self._scheduler.connected:
                     break
                 else:
@@ -193,37 +209,28 @@ class Kvcr:
             self._worker.work_until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
         self._worker.take_saved_jobs()
         self.poll()
-        pending = np.flatnonzero(statuses == BlockStatus.PENDING)
-        here = self._scheduler.lookup(pack_keys([keys[i] for i in pending.tolist()]))
-        statuses[pending[here]] = BlockStatus.OK
+        here = self._scheduler.lookup(blob)
+        statuses = np.full(count, BlockStatus.PENDING, np.uint8)
+        statuses[todo] = BlockStatus.MISS
         if not self._scheduler.connected:
-            statuses[statuses != BlockStatus.OK] = BlockStatus.GONE
+            statuses[:] = BlockStatus.GONE
+        statuses[here] = BlockStatus.OK
         return statuses
 
-    def _save(
-        self,
-        grants: Grants,
-        batch: npt.NDArray[np.intp],
-        keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey],
-        block_ids: Sequence[int],
-        hashes: npt.NDArray[np.uint64],
-        positions: npt.NDArray[np.uint32],
-    ) -> None:
-        chosen = batch.tolist()
+    def _save(self, grants: Grants, batch: npt.NDArray[np.intp], columns: _Columns) -> None:
         self._worker.submit_save(
             SaveSpec(
                 job_id=self._next_job,
                 request_id=f"deposit-{self._next_job}",
                 pool_token=grants.pool_token,
                 epoch=grants.epoch,
-                slots=grants.slots.astype("<i4").tobytes(),
-                generations=grants.generations.astype("<u8").tobytes(),
-                block_ids=np.array([block_ids[i] for i in chosen], "<i4").tobytes(),
-                keys=pack_keys([keys[i] for i in chosen]),
-                parents=pack_keys([parents[i] for i in chosen]),
-                engine_hashes=hashes[batch].tobytes(),
-                positions=positions[batch].tobytes(),
+                slots=grants.slots.astype("<i4", copy=False).tobytes(),
+                generations=grants.generations.astype("<u8", copy=False).tobytes(),
+                block_ids=columns.block_ids[batch].tobytes(),
+                keys=columns.keys[batch].tobytes(),
+                parents=columns.parents[batch].tobytes(),
+                engine_hashes=columns.engine_hashes[batch].tobytes(),
+                positions=columns.positions[batch].tobytes(),
                 drops=self._drops,
             )
         )

@@ -51,8 +51,8 @@ class Fills:
             Committed(0, slots[settled].astype("<i4").tobytes(), generations[settled].astype("<u8").tobytes())
         )
 
-    def add(self, spec: SaveSpec, rank: int) -> None:
-        """All blocks of ``spec`` are in their slots now."""
+    def add(self, spec: SaveSpec, rank: int, checksums: bytes = b"") -> None:
+        """All blocks of ``spec`` are in their slots now. ``checksums``: uint64 each, empty if not known."""
         for start in range(0, len(spec.slots) // 4, MAX_BLOCKS_PER_MESSAGE):
             stop = start + MAX_BLOCKS_PER_MESSAGE
 
@@ -69,6 +69,7 @@ class Fills:
                 engine_hashes=part(spec.engine_hashes, 8),
                 positions=part(spec.positions, 4),
                 drops=spec.drops,
+                checksums=part(checksums, 8),
             )
             pairs = _pairs(message)
             self._messages[self._next] = (spec.pool_token, message, len(pairs))

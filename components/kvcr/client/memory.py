@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.pool.region import SEGMENT_BYTES, gather_parts
+
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
+U64 = npt.NDArray[np.uint64]
 
 
 class BlockMemory(Protocol):
@@ -36,8 +39,9 @@ class BlockMemory(Protocol):
         """A point in the engine's work after which its writes are complete; called on the engine's thread."""
         ...
 
-    def store(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any) -> None:
-        """Copy blocks into slots; returns when the bytes are in the slots."""
+    def store(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any) -> U64 | None:
+        """Copy blocks into slots; returns when the bytes are in the slots: the xxh3-64 of what was written to
+        each, or None where the copy does not bring it and the guard has to hash."""
         ...
 
     def load(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any) -> None:
@@ -72,7 +76,8 @@ class HostBlockMemory:
                 )
         self._blocks = int(segments[0].shape[0])
         self._part_bytes = sum(int(segment.shape[1]) for segment in segments)
-        self._segments = list(segments)
+        self._segments = tuple(segments)
+        self._striped = all(segment.shape[1] % SEGMENT_BYTES == 0 for segment in segments)
         self._grid = _as_grid(segments)
 
     @property
@@ -93,8 +98,11 @@ class HostBlockMemory:
     def fence(self) -> None:
         return None
 
-    def store(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any = None) -> None:
+    def store(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any = None) -> U64 | None:
+        if self._striped:
+            return gather_parts(self._segments, block_ids, slots, slot_ids)
         self._copy(slots, slot_ids, block_ids, to_slots=True)
+        return None
 
     def load(self, slots: U8, slot_ids: I32, block_ids: I32, fence: Any = None) -> None:
         self._copy(slots, slot_ids, block_ids, to_slots=False)

@@ -60,6 +60,8 @@ class _Save:
     block_ids: npt.NDArray[np.int32]
     mapping: PoolMapping | None = None
     copied: int = 0
+    checksums: list[npt.NDArray[np.uint64] | None] = field(default_factory=list)
+    """of the blocks copied, step by step"""
 
 
 @dataclass
@@ -443,7 +445,8 @@ class WorkerHandle:
                     self._progress.get(load.spec.request_id, {}).values(),
                     self._link.session is not None,
                 )
-                self._announce(load, found)
+                if len(found) > self._step_blocks:
+                    self._announce(load, found)
             index = load.ready(self._step_blocks)
             if len(index):
                 self._copy_in(load, index)
@@ -556,7 +559,8 @@ class WorkerHandle:
             self._taken(load, first, indices, copied=False)
 
     def _announce(self, load: Load, found: npt.NDArray[np.intp]) -> None:
-        """Tell the guard which slots are about to be read. Not waited for: cooling covers the first 2 s."""
+        """Tell the guard which slots are about to be read, of a load in several steps. Not waited for, and
+        not done for what is copied at once: cooling covers the first 2 s."""
         for start in range(0, len(found), MAX_BLOCKS_PER_MESSAGE):
             part = found[start : start + MAX_BLOCKS_PER_MESSAGE]
             self._link.send(
@@ -570,11 +574,11 @@ class WorkerHandle:
             load = self._ended.popleft()
             self._progress.pop(load.spec.request_id, None)
             self._place(load)
-            for first, indices in load.take(np.arange(len(load.statuses))):
-                self._taken(load, first, indices, copied=False)
-            loaded = int((load.statuses == BlockStatus.OK).sum())
-            slots = np.array([slot for slot, _ in load.corrupt], np.int32)
-            generations = np.array([generation for _, generation in load.corrupt], np.uint64)
+            if load.origins:
+                for first, indices in load.take(np.arange(len(load.statuses))):
+                    self._taken(load, first, indices, copied=False)
+            loaded = int(np.count_nonzero(load.statuses == BlockStatus.OK))
+            corrupt = np.array(load.corrupt, np.uint64).reshape(-1, 2)
             self._link.send(
                 msg.LoadEnd(
                     request_id=load.spec.request_id,
@@ -582,8 +586,8 @@ class WorkerHandle:
                     byte_count=loaded * self.layout.part_bytes,
                     seconds=self._clock() - load.started_s,
                     failed_blocks=len(load.statuses) - loaded,
-                    corrupt_slots=slots.tobytes(),
-                    corrupt_generations=generations.tobytes(),
+                    corrupt_slots=corrupt[:, 0].astype("<i4").tobytes(),
+                    corrupt_generations=corrupt[:, 1].astype("<u8").tobytes(),
                 )
             )
 
@@ -601,7 +605,9 @@ class WorkerHandle:
             return True
         started_s = self._clock()
         step = slice(save.copied, save.copied + self._step_blocks)
-        self._memory.store(mapping.region.array, save.slots[step], save.block_ids[step], save.fence)
+        save.checksums.append(
+            self._memory.store(mapping.region.array, save.slots[step], save.block_ids[step], save.fence)
+        )
         save.copied = min(step.stop, len(save.slots))
         blocks = save.copied - step.start
         with self._lock:
@@ -614,7 +620,9 @@ class WorkerHandle:
 
     def _finish_save(self, save: _Save, *, written: bool) -> None:
         if written:
-            self._fills.add(save.spec, self._rank)
+            known = [sums.tobytes() for sums in save.checksums if sums is not None]
+            whole = len(known) == len(save.checksums)
+            self._fills.add(save.spec, self._rank, b"".join(known) if whole else b"")
             self._fills.send(self._link.send)
         else:
             self._give_back(save.spec)

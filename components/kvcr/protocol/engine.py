@@ -127,6 +127,8 @@ class Filled(Message, frozen=True):
     """uint32 each: index of the block in its chain"""
     drops: int = 0
     """``drop_id`` of the last DropG1 that was carried out before the request of these blocks began"""
+    checksums: bytes = b""
+    """uint64 each: xxh3-64 of this rank's part, hashed as it was stored; empty: the guard hashes"""
 
 
 class Committed(Message, frozen=True):
