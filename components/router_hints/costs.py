@@ -222,12 +222,14 @@ class CostModel:
         if tokens < 1 or seconds <= 0:
             return
         self._fleet.observe(float(tokens), seconds)
-        self._unseen = self._fleet.fit(self._default)
+        fleet = self._fleet.fit(self._default)
         # With the fleet as its prior: were an unseen worker priced by a default, the first one measured
-        # would look better or worse than the rest for no reason, and get everything or nothing.
+        # would look better or worse than the rest for no reason, and get everything or nothing. For the same
+        # reason an unseen one is fitted as they are: like a worker that gave every output of the fleet.
+        self._unseen = self._fleet.fit(fleet)
         line = self._lines.setdefault(rank, _Line())
         line.observe(float(tokens), seconds)
-        self._fits = self._fits | {rank: line.fit(self._unseen)}
+        self._fits = self._fits | {rank: line.fit(fleet)}
 
     def observe_wait(self, rank: Rank, predicted_s: float, seconds: float) -> None:
         """A request waited for others this long, as far as one can tell from its first output."""

@@ -289,6 +289,19 @@ def test_prefill_speed_is_learnt_from_first_outputs() -> None:
     assert costs.prefill((1, 0)).tokens_per_s == pytest.approx(500, rel=0.3)
 
 
+def test_a_worker_that_just_came_is_priced_as_those_that_were_there() -> None:
+    """Short prompts that wait for the steps of others: all of their time is overhead, which a line through so
+    few tokens took for prefill. A worker that came back looked four times as fast, and got every session."""
+    costs = CostModel(SETTINGS)
+    for number in range(40):
+        costs.observe_prefill((2, 0), 30 + number % 20, 1.2)
+    new, known = costs.prefill((3, 0)), costs.prefill((2, 0))
+    for tokens in (16, 40, 500):
+        assert new.overhead_s + new.seconds(tokens) == pytest.approx(
+            known.overhead_s + known.seconds(tokens), rel=0.02
+        )
+
+
 def test_the_first_worker_measured_does_not_become_the_favourite() -> None:
     costs = CostModel(SETTINGS)
     chosen = set()
