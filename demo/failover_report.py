@@ -46,6 +46,7 @@ def figures(seen: Failover) -> dict[str, Any]:
             for name, requests in phases.items()
         },
         "serves_again_s": round(seen.back_s - seen.killed_s, 3),
+        "processes_gone_s": round(seen.gone_s - seen.killed_s, 4),
         "active_s": round(seen.active_s - seen.killed_s, 4) if seen.active_s is not None else None,
         "served_from_dead_pool": {
             "bytes": seen.served_bytes,
@@ -170,6 +171,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
         lambda r: " / ".join(str(r["requests"][outcome.value]) for outcome in Outcome),
     ),
     ("worker serves again, seen at the frontend", lambda r: f"{r['serves_again_s']:.1f} s"),
+    ("the kernel has ended the worker's processes", lambda r: seconds(r["processes_gone_s"])),
     ("guard ACTIVE", lambda r: "no guard" if r["active_s"] is None else seconds(r["active_s"])),
     ("served from the dead worker's pool", _pool),
     ("a known prompt on the returned worker computes", _returned),

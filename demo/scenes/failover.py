@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -63,6 +64,8 @@ class Failover:
     loaded_s: float
     """From here on every session has its document computed."""
     killed_s: float
+    gone_s: float
+    """The kernel had ended the last of the killed processes: before it, nothing proves their death."""
     active_s: float | None
     """Guard of the victim ACTIVE; None without one."""
     back_s: float
@@ -159,6 +162,7 @@ def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Fail
         requests=tuple(traffic.requests),
         loaded_s=loaded_s,
         killed_s=killed_s,
+        gone_s=script.gone_s(),
         active_s=script.active_s,
         back_s=back_s,
         ended_s=ended_s,
@@ -180,6 +184,8 @@ class _Script:
         self._say = tell
         self._lock = threading.Lock()
         self._killed_s = self._killed_unix_s = 0.0
+        self._gone_s = 0.0
+        self._watcher: threading.Thread | None = None
         self.active_s: float | None = None
         """When the victim's guard was ACTIVE, by its own word; None without a guard."""
         self.page_at_return = Page()
@@ -218,13 +224,30 @@ class _Script:
     def kill(self) -> float:
         """SIGKILL to every process of the worker, as when its container is killed."""
         pids = [p.pid for p in descendants(self._graph.pid) if p.session == self._victim.pid]
+        ends = [os.pidfd_open(pid) for pid in pids]
         self._killed_s, self._killed_unix_s = time.monotonic(), time.time()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._watcher = threading.Thread(target=self._watch_ends, args=(ends,), daemon=True)
+        self._watcher.start()
         names = ", ".join(map(str, pids))
         self.tell(f"kill -9 of worker {self._victim.label} in mid-stream, pids {names}", self._killed_s)
         return self._killed_s
+
+    def _watch_ends(self, ends: list[int]) -> None:
+        """The kernel takes an engine's memory back before it lets go of its locks and sockets."""
+        for end in ends:
+            select.select([end], [], [])
+            os.close(end)
+        self._gone_s = time.monotonic()
+        self.tell("the kernel has ended the last of them", self._gone_s)
+
+    def gone_s(self) -> float:
+        """When the last of the killed processes had ended."""
+        assert self._watcher is not None
+        self._watcher.join()
+        return self._gone_s
 
     def on_change(self, change: StateChange) -> None:
         """A guard changed its state."""

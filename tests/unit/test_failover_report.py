@@ -131,7 +131,7 @@ def request(
 def seen(*requests: Request, guarded: bool = True) -> Failover:
     """Loaded at 100, killed at 110, back at 130, ended at 140."""
     return Failover(
-        guarded, A, requests, 100.0, 110.0, 110.05 if guarded else None, 130.0, 140.0, 1000, 15, 1,
+        guarded, A, requests, 100.0, 110.0, 110.04, 110.05 if guarded else None, 130.0, 140.0, 1000, 15, 1,
         SEEN, SEEN, SEEN,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_figures_of_a_failover() -> None:
     assert report["requests"] == {"ok": 6, "failed": 1, "hung": 1}
     assert report["requests_by_phase"]["after"] == {"ok": 1, "failed": 0, "hung": 1}
     assert report["output_tokens_per_s"] == {"before": 0.5, "during": 0.35, "after": 0.2}
-    assert (report["serves_again_s"], report["active_s"]) == (20.0, 0.05)
+    assert (report["serves_again_s"], report["processes_gone_s"], report["active_s"]) == (20.0, 0.04, 0.05)
     assert report["served_from_dead_pool"] == {"bytes": 1000, "blocks": 15, "transfers": 1}
     assert report["returned"]["computed_tokens"] == 20
     assert report["home"] == {
