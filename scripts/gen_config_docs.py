@@ -22,15 +22,35 @@ _HEAD = """# Configuration
 
 This page is generated from `components/kvcr/config.py` by `scripts/gen_config_docs.py`. Do not edit it.
 
-Sizes may be written in bytes or with a unit: `512MB` (decimal), `2GiB` (binary). An unknown setting is an
-error that names the nearest known one. Every duration carries its unit in its name.
+Guard, router and engine read settings from a file, from the environment and from their command line. The
+environment goes over the file, and the command line over both. The file is TOML, with one section for each
+kind of process; `--config FILE` or `KVCR_CONFIG` names it:
+
+```toml
+[guard]
+pool_bytes = "64GiB"
+
+[router]
+prefill_tokens_per_s = 20000
+
+[engine]
+on_mismatch = "discard"
+```
+
+In the environment these are `KVCR_GUARD_POOL_BYTES`, `KVCR_ROUTER_PREFILL_TOKENS_PER_S` and
+`KVCR_ENGINE_ON_MISMATCH`. An engine's command line is the `kv_connector_extra_config` of vLLM. An unknown
+setting is an error that names the nearest known one, wherever it stands. `kvcr config show --of
+guard|router|engine -- FLAGS` prints every value and where it comes from.
+
+Sizes may be written in bytes or with a unit: `512MB` (decimal), `2GiB` (binary). Every duration carries its
+unit in its name. The router's settings are its flags, in the [reference](reference/cli.md).
 """
 
 _SECTIONS = {
     "GuardConfig": (
         "The guard",
         "Flags of `python -m kvcr.guard`. Each has a twin in the environment: `--pool-dir` is\n"
-        "`KVCR_GUARD_POOL_DIR`. A flag wins over the environment.",
+        "`KVCR_GUARD_POOL_DIR`.",
     ),
     "EngineConfig": (
         "The engine",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -14,10 +13,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from kvcr.errors import ConfigError
+from kvcr.sources import PREFIXES, Setting, gather, nearest
 
 OnMismatch = Literal["cold", "discard", "fail"]
 
-GUARD_ENV_PREFIX = "KVCR_GUARD_"
+GUARD_ENV_PREFIX = PREFIXES["guard"]
 """Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:0"
@@ -224,9 +224,7 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
     values = dict(mapping)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown setting {key!r}; {hint}")
+            raise ConfigError(f"{source}: unknown setting {key!r}{nearest(key, known)}")
     missing = [
         field.name for field in msgspec.structs.fields(cls) if field.required and field.name not in values
     ]
@@ -250,20 +248,25 @@ def load(cls: type[C], mapping: Mapping[str, Any], source: str) -> C:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a guard found as ``KVCR_GUARD_*``; unknown ones are left to :func:`load` to refuse.
+def guard_settings(
+    environment: Mapping[str, str], flags: Mapping[str, Any], path: str | None = None
+) -> dict[str, Setting]:
+    """What a guard with these flags is told, and by what; see :func:`kvcr.sources.gather`.
 
-    ``KVCR_GUARD_POOL_BYTES`` wins over a size in GB. Raises ConfigError for a size that is no number.
+    A size in GB is of the environment: it goes over the file, and ``KVCR_GUARD_POOL_BYTES`` over it.
     """
-    settings = {
-        name.removeprefix(GUARD_ENV_PREFIX).lower(): value
-        for name, value in environment.items()
-        if name.startswith(GUARD_ENV_PREFIX)
-    }
+    found = gather("guard", GuardConfig.__struct_fields__, environment, flags, path=path)
     given = cache_size(environment)
-    if given is not None:
-        settings.setdefault("pool_bytes", str(given[1]))
-    return settings
+    if given is not None and f"{GUARD_ENV_PREFIX}POOL_BYTES" not in environment and "pool_bytes" not in flags:
+        found["pool_bytes"] = Setting(str(given[1]), given[0])
+    return found
+
+
+def engine_settings(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Setting]:
+    """What an engine is told; ``given``: the ``kv_connector_extra_config``, which is its command line."""
+    return gather(
+        "engine", EngineConfig.__struct_fields__, environment, given, flag="kv_connector_extra_config"
+    )
 
 
 def cache_size(environment: Mapping[str, str]) -> tuple[str, int] | None:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of one router process: command line first, then environment, then defaults."""
+"""Settings of one router process, see :mod:`kvcr.sources` for where they come from."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvcr.config import MIN_SECRET_BYTES
 from kvcr.errors import ConfigError
+from kvcr.sources import Parser, Setting, gather
 from router_hints import costs
 from router_hints.tokens import Tokens, is_loopback
 
@@ -45,28 +47,69 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     costs: costs.Settings
 
 
+_OWN_NAMESPACE = "KVCR_ROUTER_NAMESPACE"
+REQUIRED = ("model_path", "model_name", "block_size")
+
+
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSettings:
-    """Read the command line. Raises ConfigError naming the value, its limit and the fix."""
+    """Read file, environment and command line. Raises ConfigError naming the value, its limit and the fix."""
+    found = sources(arguments, environment)
+    missing = [name for name in REQUIRED if found[name].value is None]
+    if missing:
+        listed = ", ".join(f"--{name.replace('_', '-')} or KVCR_ROUTER_{name.upper()}" for name in missing)
+        raise ConfigError(f"missing: {listed}")
+    return _settings({name: setting.value for name, setting in found.items()}, environment)
+
+
+def sources(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
+    """Every setting with its value and where that comes from. Raises ConfigError."""
+    parser = _parser()
+    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    # What is set already, argparse leaves alone unless a flag is given.
+    unset = object()
+    parsed = vars(parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(flags, unset))))
+    path = parsed.pop("config")
+    given = {name: value for name, value in parsed.items() if value is not unset}
+    found = gather("router", flags.keys(), environment, given, path=path)
+    if "DYN_NAMESPACE" in environment and "namespace" not in given and _OWN_NAMESPACE not in environment:
+        found["namespace"] = Setting(environment["DYN_NAMESPACE"], "DYN_NAMESPACE")
+    settings = {}
+    for name, action in flags.items():
+        if name not in found:
+            settings[name] = Setting(action.default, "default")
+        elif name in given:
+            settings[name] = found[name]
+        else:
+            settings[name] = Setting(_typed(action, found[name]), found[name].origin)
+    return settings
+
+
+def _typed(action: argparse.Action, setting: Setting) -> Any:
+    """A value of the file or the environment as its flag would have it."""
+    try:
+        value = action.type(str(setting.value)) if callable(action.type) else str(setting.value)
+    except ValueError as error:
+        raise ConfigError(f"{setting.origin}: {action.dest} is {setting.value!r}: {error}") from error
+    if action.choices is not None and value not in action.choices:
+        listed = ", ".join(action.choices)
+        raise ConfigError(f"{setting.origin}: {action.dest} is {value!r}; it must be one of {listed}")
+    return value
+
+
+def _parser() -> Parser:
     defaults = costs.Settings()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m router_hints",
         description="Dynamo component between a stock frontend and stock workers: chooses the worker of each "
         "request and says in a hint which KV blocks to copy there.",
     )
-    env = environment.get
-    parser.add_argument(
-        "--namespace", default=env("DYN_NAMESPACE", "dynamo"), help="Dynamo namespace (DYN_NAMESPACE)"
-    )
+    parser.add_argument("--namespace", default="dynamo", help="Dynamo namespace (or DYN_NAMESPACE)")
     parser.add_argument("--component", default="router", help="our own component name")
     parser.add_argument("--worker-component", default="backend", help="component the workers register as")
     parser.add_argument("--worker-endpoint", default="generate", help="endpoint the workers serve")
-    parser.add_argument(
-        "--model-path", required=True, help="model directory, for tokenizer and chat template"
-    )
-    parser.add_argument("--model-name", required=True, help="name clients ask for")
-    parser.add_argument(
-        "--block-size", type=int, required=True, help="tokens per KV block, as on the workers"
-    )
+    parser.add_argument("--model-path", help="model directory, for tokenizer and chat template")
+    parser.add_argument("--model-name", help="name clients ask for")
+    parser.add_argument("--block-size", type=int, help="tokens per KV block, as on the workers")
     parser.add_argument(
         "--secret-file", help="deployment secret; without it guards' records are not verified"
     )
@@ -125,7 +168,11 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         default="preferred",
         help="required: no copy between RDMA domains, whatever it would gain (%(default)s)",
     )
-    options = vars(parser.parse_args(arguments))
+    return parser
+
+
+def _settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> RouterSettings:
+    env = environment.get
     _check(options)
     _check_system_port(env("DYN_SYSTEM_PORT", ""))
     cost_names = set(costs.Settings.__struct_fields__) & set(options)
@@ -137,7 +184,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> RouterSet
         model_path=options["model_path"],
         model_name=options["model_name"],
         block_size=options["block_size"],
-        secret=_secret(options["secret_file"] or env("KVCR_ROUTER_SECRET_FILE", "")),
+        secret=_secret(options["secret_file"]),
         etcd_endpoints=env("ETCD_ENDPOINTS", "http://127.0.0.1:2379"),
         nats_url=env("NATS_SERVER", "nats://127.0.0.1:4222"),
         discovery_backend=env("DYN_DISCOVERY_BACKEND", "etcd"),
@@ -200,7 +247,7 @@ def _tokens(host: str, path: str) -> Tokens:
     return tokens
 
 
-def _secret(path: str) -> bytes | None:
+def _secret(path: str | None) -> bytes | None:
     if not path:
         return None
     try:

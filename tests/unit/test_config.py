@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcr.config import EngineConfig, GuardConfig, PeerRecord, from_environment, load, parse_size
+from kvcr.config import EngineConfig, GuardConfig, PeerRecord, guard_settings, load, parse_size
 from kvcr.errors import ConfigError
 
 GUARD = {"name": "g", "pool_dir": "/dev/shm/x", "pool_bytes": 4096}
@@ -47,8 +47,8 @@ def test_values_may_be_text_as_flags_and_environment_have_them() -> None:
 
 
 def test_environment_twins() -> None:
-    found = from_environment({"KVCR_GUARD_POOL_DIR": "/x", "KVCR_GUARD_NAME": "g", "HOME": "/"})
-    assert found == {"pool_dir": "/x", "name": "g"}
+    found = guard_settings({"KVCR_GUARD_POOL_DIR": "/x", "KVCR_GUARD_NAME": "g", "HOME": "/"}, {})
+    assert {name: setting.value for name, setting in found.items()} == {"pool_dir": "/x", "name": "g"}
 
 
 @pytest.mark.parametrize(

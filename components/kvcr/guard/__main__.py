@@ -17,9 +17,10 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvcr.config import GuardConfig, from_environment, load
+from kvcr.config import GuardConfig, guard_settings, load
 from kvcr.errors import KvcrError
 from kvcr.guard.priority import go_first
+from kvcr.sources import Parser
 
 if TYPE_CHECKING:
     from kvcr.guard.authority import Guard
@@ -120,15 +121,15 @@ def _allow_descriptors() -> None:
 
 
 def _settings(arguments: list[str] | None) -> dict[str, Any]:
-    """Environment first, flags over it."""
-    return {**from_environment(os.environ), **flags(arguments)}
+    """File first, environment over it, flags over both."""
+    given = flags(arguments)
+    found = guard_settings(os.environ, given, given.pop("config", None))
+    return {name: setting.value for name, setting in found.items()}
 
 
 def flags(arguments: list[str] | None) -> dict[str, Any]:
     """The settings given on a command line."""
-    parser = argparse.ArgumentParser(
-        prog="kvcr.guard", description=__doc__, argument_default=argparse.SUPPRESS
-    )
+    parser = Parser(prog="kvcr.guard", description=__doc__, argument_default=argparse.SUPPRESS)
     flag = parser.add_argument
     flag("--name", help="unique in the namespace, stable over restarts")
     flag("--pool-dir", help="directory of the pool, on tmpfs")

@@ -14,6 +14,7 @@ process and one in every worker; this class only routes its calls to the two hal
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvcr.client import SchedulerHandle, WorkerHandle
-from kvcr.config import EngineConfig, load
+from kvcr.config import EngineConfig, engine_settings, load
 from kvcr.errors import MustFail
 from kvcr.vllm.checks import CONNECTOR, require_supported
 from kvcr.vllm.identity import config_for_rank, engine_id_of, layout_of, next_generation
@@ -61,9 +62,10 @@ class KvcrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # caller tells.
         wrapper = type(sys._getframe(1).f_locals.get("self")).__name__
         require_supported(vllm_config, kv_cache_config, wrapper=wrapper)
+        found = engine_settings(os.environ, self._kv_transfer_config.kv_connector_extra_config)
         given = load(
             EngineConfig,
-            self._kv_transfer_config.kv_connector_extra_config,
+            {name: setting.value for name, setting in found.items()},
             f"kv_connector_extra_config of {CONNECTOR}",
         )
         self._config = config_for_rank(given, vllm_config)
