@@ -69,6 +69,12 @@ class KeySpace(msgspec.Struct, frozen=True):
         return BlockKey(hashlib.blake2b(parts, digest_size=KEY_BYTES, person=b"kvcr-root").digest())
 
 
+def probe_key(space: KeySpace, block_size: int) -> BlockKey:
+    """Key of the second block of a prompt that everybody knows: who computes another one, in the same space,
+    names blocks differently, and finds none."""
+    return extend_chain(space.root(), list(range(2 * block_size)), block_size)[-1]
+
+
 def model_identity(name: str, weights_fingerprint: str, weights_generation: int = 0) -> str:
     """The string that stands for one set of weights. New weights under an old name must differ."""
     return f"{name}@{weights_fingerprint}+{weights_generation}"

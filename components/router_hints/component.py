@@ -15,8 +15,10 @@ import numpy as np
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.runtime import Client, DistributedRuntime
 
+from kvcr import __version__
 from kvcr.dynamo.orders import Orders
 from kvcr.errors import ProtocolError
+from kvcr.keys import probe_key
 from kvcr.protocol.events import state_subject
 from kvcr.tracing import open_tracer
 from router_hints.agents import Agents
@@ -287,10 +289,25 @@ class RouterComponent:
             "workers": workers,
             "hot": hot,
         }
+        answer |= {"version": __version__, "unix_s": time.time(), "guards": self._known_guards()}
         chains = query.get("chains") if isinstance(query, dict) else None
         if chains:
             answer["sessions"] = self._agents.sessions_through(chains)
         yield answer
+
+    def _known_guards(self) -> dict[str, dict[str, Any]]:
+        """How far this router follows each guard, and whether it names blocks as the guard does."""
+        known = {}
+        for guard in self._guards.all():
+            space = guard.key_space("")
+            known[guard.name] = {
+                "sequence": self._index.sequence(guard.name),
+                "blocks": self._index.blocks(guard.name),
+                "probe": probe_key(space, guard.layout.block_size).hex()
+                if space is not None and guard.layout is not None
+                else "",
+            }
+        return known
 
     def _hot_prefixes(self) -> list[tuple[HotPrefix, tuple[str, ...]]]:
         """The hottest, and the guards that hold each to its end. From any thread."""

@@ -171,6 +171,11 @@ class LocationIndex:
         stream = self._streams.get(guard)
         return None if stream is None else stream.incarnation
 
+    def sequence(self, guard: str) -> int:
+        """Of the last batch of this guard that was taken; 0 for one that is not known."""
+        stream = self._streams.get(guard)
+        return stream.sequence if stream is not None else 0
+
     def blocks(self, guard: str) -> int:
         """Blocks indexed for ``guard``."""
         stream = self._streams.get(guard)

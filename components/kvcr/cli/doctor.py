@@ -82,19 +82,21 @@ class Report(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
-def examine() -> Report:
-    """Run all checks, about half a second; longer with NIXL installed."""
+def examine(deployment: Callable[[], list[Check]] | None = None) -> Report:
+    """Run all checks, about half a second; longer with NIXL installed. ``deployment``: checks of one."""
     checks: list[Callable[[], Check]] = [
         check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
         check_memlock, check_devices,
     ]  # fmt: skip
     results = [check() for check in checks]
+    if deployment is not None:
+        results += deployment()
     return Report(all(check.outcome is not Outcome.FAIL for check in results), versions(), results)
 
 
-def run(*, as_json: bool) -> int:
+def run(*, as_json: bool, deployment: Callable[[], list[Check]] | None = None) -> int:
     """Print the report; exit code 0 unless a check failed."""
-    report = examine()
+    report = examine(deployment)
     if as_json:
         print(msgspec.json.encode(report).decode())
         return 0 if report.healthy else 1

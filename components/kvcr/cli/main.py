@@ -7,11 +7,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from kvcr.cli import acts, explain, fleet, graph, ls, orders, settings
+from kvcr.cli import acts, deployment, explain, fleet, graph, ls, orders, settings
 from kvcr.config import GUARD_ENV_PREFIX
 from kvcr.errors import ConfigError, KvcrError
+
+if TYPE_CHECKING:
+    from kvcr.cli.doctor import Check
 
 _OVERRIDE = re.compile(r"--(?P<name>kvcr|[A-Z]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -52,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return doctor_peer.run(
                     doctor_peer.Target(
                         arguments.peer,
-                        arguments.secret_file,
+                        arguments.secret_file or os.environ.get(f"{GUARD_ENV_PREFIX}SECRET_FILE", ""),
                         arguments.peers,
                         arguments.interface,
-                        arguments.namespace,
+                        arguments.namespace or os.environ.get("DYN_NAMESPACE") or "dynamo",
                     ),
                     as_json=arguments.json,
                 )
             from kvcr.cli import doctor
 
-            return doctor.run(as_json=arguments.json)
+            return doctor.run(as_json=arguments.json, deployment=_deployment_checks(arguments))
         if arguments.command == "version":
             from kvcr.cli import doctor
 
@@ -113,25 +117,39 @@ def parser() -> argparse.ArgumentParser:
     orders.add_parsers(commands)
     settings.add_parser(commands)
 
-    doctor = commands.add_parser("doctor", help="check what this machine and environment can do")
-    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what this machine and environment can do, and the deployment if there is one",
+        description="Checks this machine; and the deployment that the flags, ETCD_ENDPOINTS or a running "
+        "`kvcr serve` name: etcd, NATS, guards, clocks, releases, block keys, streams, tenants. Each finding "
+        "says what to do. Exit code 1: something will not work.",
+    )
+    deployment.add_options(doctor)
     peer = doctor.add_argument_group("another host", "measure every transport to a guard there, and back")
     peer.add_argument("--peer", default="", metavar="HOST[:PORT]", help="host or name of a running guard")
-    peer.add_argument(
-        "--secret-file",
-        default=os.environ.get(f"{GUARD_ENV_PREFIX}SECRET_FILE", ""),
-        metavar="FILE",
-        help="the deployment's secret",
-    )
     peer.add_argument("--interface", default="", help="network interface to use here, by name or address")
     peer.add_argument(
         "--peers", default="", metavar="FILE", help="JSON file of peer records, instead of etcd"
     )
-    peer.add_argument("--namespace", default="dynamo", help="Dynamo namespace to look in (default: dynamo)")
 
     commands.add_parser("version", help="versions of KVCR and of what it works with")
 
     return top
+
+
+def _deployment_checks(arguments: argparse.Namespace) -> Callable[[], list[Check]] | None:
+    """Those of the deployment that is named; None when there is none, or this is no place to see it from."""
+    try:
+        from kvcr.cli import doctor_deployment
+
+        place = deployment.find(arguments)
+    except ImportError:
+        return None
+    except ConfigError:
+        if arguments.etcd or arguments.run_dir or arguments.secret_file:
+            raise
+        return None
+    return lambda: doctor_deployment.run_all(place)
 
 
 def _split_overrides(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -21,7 +21,7 @@ from kvcr.client.link import GuardLink, Session
 from kvcr.client.mapping import PoolMapping, map_directory
 from kvcr.config import EngineConfig
 from kvcr.errors import Refused
-from kvcr.keys import KEY_BYTES
+from kvcr.keys import KEY_BYTES, KeySpace, probe_key
 from kvcr.layout import Layout
 from kvcr.protocol import engine as msg
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
@@ -73,7 +73,14 @@ class SchedulerHandle:
         self._link: GuardLink[PoolMapping] = GuardLink(
             find_socket=lambda: find_socket(config),
             hello=msg.Hello(
-                msg.VERSION, msg.Role.SCHEDULER, engine_id, 0, os.getpid(), layout, config.namespace
+                msg.VERSION,
+                msg.Role.SCHEDULER,
+                engine_id,
+                0,
+                os.getpid(),
+                layout,
+                config.namespace,
+                probe_key(KeySpace(config.namespace, layout.model, layout.group), layout.block_size),
             ),
             attach=lambda welcome, previous: map_directory(welcome, layout, previous),
         )

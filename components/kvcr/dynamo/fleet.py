@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +142,15 @@ class Fleet:
         for answer in await self._ask_routers("status", {"chains": chains}):
             known |= answer.get("sessions", {})
         return known
+
+    async def try_etcd(self, key: str) -> float:
+        """Write, read and remove a key; seconds that took. Raises EtcdError when one of it is not allowed."""
+        assert self._etcd is not None
+        begun_s = time.monotonic()
+        await self._etcd.put(key, b"{}")
+        await self._etcd.get_prefix(guards_prefix(self.deployment.namespace))
+        await self._etcd.delete(key)
+        return time.monotonic() - begun_s
 
     async def order_mode(self, mode: str) -> None:
         """Tell the routers; they follow etcd. Raises EtcdUnavailable."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from kvcr import __version__
 from kvcr.config import GuardConfig, PeerRecord
 from kvcr.errors import LayoutMismatch, MustFail, PoolBusy, PoolCorrupt, ProtocolError
 from kvcr.guard import addresses, leftovers, permissions
@@ -44,7 +45,7 @@ from kvcr.guard.tombstones import Tombstones
 from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
 from kvcr.guard.view import GuardState
-from kvcr.keys import KEY_BYTES
+from kvcr.keys import KEY_BYTES, KeySpace, probe_key
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
@@ -653,6 +654,8 @@ class Guard:
         pool = self.pool
         return {
             "name": self.name,
+            "version": __version__,
+            "unix_s": time.time(),
             "namespace": self.namespace,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
@@ -665,6 +668,7 @@ class Guard:
             "engine": {
                 "id": self.seat.engine_id,
                 "namespace": self.seat.namespace,
+                "probe": self._probe(),
                 "pids": list(self.seat.pids),
                 "connections": len(self.seat.members),
             },
@@ -688,6 +692,13 @@ class Guard:
             "leases": self._server.lease_count,
             "inventory_sequence": self.inventory.sequence,
         }
+
+    def _probe(self) -> str:
+        """See :func:`kvcr.keys.probe_key`; an attached engine computes the same, or was refused."""
+        if self.layout is None or not self.seat.namespace:
+            return ""
+        space = KeySpace(self.seat.namespace, self.layout.model, self.layout.group)
+        return probe_key(space, self.layout.block_size).hex()
 
     def inspect(self, keys: bytes) -> dict[str, Any]:
         """JSON-ready facts about blocks, see :meth:`kvcr.guard.view.GuardView.inspect`."""

@@ -21,7 +21,7 @@ from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.tracing import RequestTraces
-from kvcr.keys import KEY_BYTES
+from kvcr.keys import KEY_BYTES, KeySpace, probe_key
 from kvcr.layout import Layout
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
@@ -115,6 +115,14 @@ class EngineServer:
         pool: Pool | None = None
         if hello.version != VERSION:
             code, reason = "version", f"engine protocol {hello.version}, this guard speaks {VERSION}"
+        elif hello.probe and hello.probe != self._probe(hello):
+            code, reason = (
+                "keys",
+                (
+                    f"engine and guard compute other block keys for namespace {hello.namespace!r} and model "
+                    f"{hello.layout.model!r}: they are of releases that do not fit"
+                ),
+            )
         elif not 0 <= hello.rank < hello.layout.ranks:
             code, reason = "layout", f"rank {hello.rank} is outside of 0..{hello.layout.ranks - 1}"
         elif refusal := self._seat.admit(self._host.pool, hello.engine_id):
@@ -158,6 +166,11 @@ class EngineServer:
         if hello.role is Role.SCHEDULER:
             self._g1.attached()
         return member
+
+    @staticmethod
+    def _probe(hello: Hello) -> bytes:
+        space = KeySpace(hello.namespace, hello.layout.model, hello.layout.group)
+        return probe_key(space, hello.layout.block_size)
 
     def hung_up(self, member: Member) -> None:
         """The connection of a seated process closed."""

@@ -57,6 +57,8 @@ class Hello(Message, frozen=True):
     layout: Layout
     namespace: str
     """Namespace part of the key space; the router needs it to compute the same keys."""
+    probe: bytes = b""
+    """:func:`kvcr.keys.probe_key` as this engine computes it; empty: not checked"""
 
 
 class Welcome(Message, frozen=True):
@@ -73,7 +75,7 @@ class Welcome(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """The connection is closed after this. ``code``: version | layout | fail | busy | pool.
+    """The connection is closed after this. ``code``: version | keys | layout | fail | busy | pool.
 
     ``fail``: another layout, and the guard's ``on_mismatch`` says that the engine must not start.
     """
