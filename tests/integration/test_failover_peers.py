@@ -79,9 +79,9 @@ async def test_a_first_pull_after_a_death_works_at_once_with_keys_that_peers_hel
             # Links to peers of one layout are opened ahead, as soon as both have a pool.
 
             async def open_link() -> bool:
-                return bool((await deployment.status("b"))["peers"])
+                return any(peer["ready"] for peer in (await deployment.status("b"))["peers"])
 
-            await eventually(open_link, "b has a link to a")
+            await eventually(open_link, "b has a link to a that is ready")
             source.signal(signal.SIGKILL)
             root, keys = chain(16, "x")
             _, progress = await asyncio.to_thread(

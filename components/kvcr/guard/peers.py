@@ -277,6 +277,11 @@ class PeerLink:
         """Skipped, as it did not answer in time and has not since."""
         return self._silent
 
+    def heard(self, record: PeerRecord) -> None:
+        """News of the peer, as that its engine has attached: what was wrong may be right now."""
+        self.record = record
+        self._not_before_s = 0.0
+
     def close(self) -> None:
         self._lost("closed")
 
@@ -620,8 +625,11 @@ class Peers:
             if link is not None and link.record.incarnation not in (0, record.incarnation):
                 link.close()
         self._found = records
+        known = self.records()
         for endpoint, link in self._links.items():
-            link.record = self.records().get(endpoint, link.record)
+            record = known.get(endpoint, link.record)
+            if record != link.record:
+                link.heard(record)
 
     def link(self, context: PeerContext, endpoint: str) -> PeerLink:
         link = self._links.get(endpoint)
