@@ -377,7 +377,7 @@ class Pool:
 
         Leased slots are dropped too, but not reused before their leases end. ``reason`` is for counting.
         """
-        chosen = self._in_state(slots, SlotState.READY)
+        chosen = self._in_state(np.unique(as_slots(slots)), SlotState.READY)
         keys = self._unpublish(chosen, SlotState.COOLING, next_generation=True)
         self._cooling.push(chosen, now_s)
         if len(chosen):
@@ -442,13 +442,14 @@ class Pool:
 
     def touch(self, slots: I32, now_s: float) -> None:
         """Count a use of READY slots now, for eviction. It ends a :meth:`demote`."""
-        used = self._in_state(slots, SlotState.READY)
+        # Some may come twice: to find that out takes longer than all the rest of a lease.
+        used = self._in_state(as_slots(slots), SlotState.READY)
         self._last_used_s[used] = now_s
         self._demoted[used] = False
 
     def demote(self, slots: I32) -> int:
         """Make READY slots the first to be evicted, until their next use. Returns how many there were."""
-        chosen = self._in_state(slots, SlotState.READY)
+        chosen = self._in_state(np.unique(as_slots(slots)), SlotState.READY)
         self._demoted[chosen] = True
         return len(chosen)
 
@@ -640,10 +641,9 @@ class Pool:
         return np.sort(chosen[once])
 
     def _in_state(self, slots: I32, state: SlotState) -> I32:
-        """The distinct slots of the pool among ``slots`` that are in ``state``."""
-        distinct = np.unique(as_slots(slots))
-        distinct = distinct[(distinct >= 0) & (distinct < self.slots)]
-        chosen: I32 = distinct[states_of(self._meta.control[distinct]) == state]
+        """The slots of the pool among ``slots`` that are in ``state``."""
+        inside = slots[(slots >= 0) & (slots < self.slots)]
+        chosen: I32 = inside[states_of(self._meta.control[inside]) == state]
         return chosen
 
     def _release(self, slots: I32) -> None:
@@ -673,7 +673,7 @@ class Pool:
         if left >= self._marks.low or not self._ready:
             return
         victims = as_slots(self.policy.victims(self._resident(now_s), self._marks.high - left, now_s))
-        victims = self._in_state(victims, SlotState.READY)
+        victims = self._in_state(np.unique(as_slots(victims)), SlotState.READY)
         self.evict(victims[~self._held(victims, now_s)], now_s, "space")
 
     def _held(self, slots: I32, now_s: float) -> Mask:
