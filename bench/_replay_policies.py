@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from functools import lru_cache
 
 from bench._replay_sim import BLOCK_BYTES, COPY_LATENCY_S, LOAD_BYTES_PER_S, Choice, Simulation
@@ -130,10 +131,14 @@ class Ours:
         self._blocks: dict[int, tuple[int, ...]] = {}
         self._arriving: dict[str, tuple[float, Arriving]] = {}
         self._homes: dict[str, str] = {}
+        self._chains: dict[str, tuple[int, ...]] = {}
+        self._users: Counter[int] = Counter()
+        """sessions by block"""
 
     def choose(self, request: Request, number: int, sim: Simulation) -> Choice:
         turn = request.turn if self._signals else Turn()
         self._ledger.withdraw(turn.session)
+        self._follow(turn.session, request.blocks)
         made = self._plan(request.blocks, request.tokens, turn, sim, str(number))
         if turn.session:
             self._homes[turn.session] = f"g{made.rank[0]}"
@@ -146,9 +151,7 @@ class Ours:
             copies=made.byte_counts,
         )
         copies = {} if made.chosen.joined else self._copies(made, request.blocks)
-        if made.mode is Mode.MOVE:
-            for source, blocks in copies.items():
-                sim.drop(source, blocks)
+        self._free(made, request.blocks, sim)
         return Choice(made.rank[0], copies, keep=not made.no_retain)
 
     def first_output(self, number: int, seconds: float, sim: Simulation) -> None:
@@ -214,9 +217,7 @@ class Ours:
             Arriving(guard=guard, first=0, count=end, ready_in_s=ready_in_s),
         )
         sim.at(sim.now_s + ready_in_s, "landed", (made.rank[0], tuple(notice.blocks[:end])))
-        if any(run.frees for run in made.sources):
-            for source, blocks in copies.items():
-                sim.drop(source, blocks)
+        self._free(made, notice.blocks, sim)
 
     # --- the planner's inputs --------------------------------------------------------------------
 
@@ -263,10 +264,29 @@ class Ours:
 
     def _session(self, session: str, now_s: float) -> SessionView:
         ready_s, part = self._arriving.get(session, (0.0, None))
+        shared = self._shared(self._chains.get(session, ()))
         if part is None or ready_s <= now_s:
-            return SessionView(home=self._homes.get(session, ""))
+            return SessionView(home=self._homes.get(session, ""), shared_blocks=shared)
         under_way = Arriving(guard=part.guard, first=part.first, count=part.count, ready_in_s=ready_s - now_s)
-        return SessionView(home=part.guard, arriving=(under_way,))
+        return SessionView(home=part.guard, arriving=(under_way,), shared_blocks=shared)
+
+    def _follow(self, session: str, blocks: tuple[int, ...]) -> None:
+        """The session's chain is this now; empty: it is over."""
+        if session:
+            self._users.subtract(self._chains.pop(session, ()))
+            self._users.update(blocks)
+            if blocks:
+                self._chains[session] = blocks
+
+    def _shared(self, blocks: tuple[int, ...]) -> int:
+        """Leading blocks that another session uses, too."""
+        return next((at for at, block in enumerate(blocks) if self._users[block] < 2), len(blocks))
+
+    def _free(self, made: Plan, blocks: tuple[int, ...], sim: Simulation) -> None:
+        """What is moved leaves its source."""
+        for run in made.sources:
+            if run.frees:
+                sim.drop(int(run.guard[1:]), blocks[run.first : run.first + run.count])
 
     def _copies(self, made: Plan, blocks: tuple[int, ...]) -> dict[int, list[int]]:
         copies: dict[int, list[int]] = {}
@@ -281,11 +301,13 @@ class Ours:
             TOKENS,
             b"",
             turn=notice.turn,
-            session=SessionView(shared_blocks=notice.shared),
+            session=SessionView(shared_blocks=self._shared(notice.blocks)),
         )
         holders = {f"g{n}": Holder(f"g{n}", "", "L", BLOCK_BYTES) for n in sim.workers}
         made = release(view, self._index.lookup(keys_of(notice.blocks)), holders, sim.now_s)
         dead = notice.blocks[made.first : made.end]
+        kept = 0 if notice.turn.kind is Kind.END else made.first
+        self._follow(notice.turn.session, notice.blocks[:kept])
         for holder in made.holders:
             if made.mode is Mode.INVALIDATE:
                 sim.drop(int(holder[1:]), dead)

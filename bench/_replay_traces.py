@@ -34,7 +34,6 @@ class Notice:
     at_s: float
     turn: Turn
     blocks: tuple[int, ...]
-    shared: int = 0
 
 
 def mooncake(path: Path, limit: int | None = None) -> list[Request]:
@@ -137,7 +136,7 @@ def _agent(
                 begins_s = at_s + runs_s + 0.05 * child
                 events.append(Request(begins_s, len(fork) * TOKENS, 400, fork, session, child_turn))
                 done = Turn(session=child_turn.session, parent=name, kind=Kind.END)
-                events.append(Notice(begins_s + 30.0, done, fork, shared=len(context)))
+                events.append(Notice(begins_s + 30.0, done, fork))
         if rng.random() < 0.15:
             one_off = (*context[: len(context) // 2], *(next(fresh) for _ in range(20)))
             once = Turn(session=name, kind=Kind.ONE_OFF, osl=100)
@@ -152,8 +151,8 @@ def _agent(
                 isl_after=kept * TOKENS,
                 keeps=kept * TOKENS,
             )
-            events.append(Notice(at_s + runs_s, gone, tuple(context), shared=len(system)))
+            events.append(Notice(at_s + runs_s, gone, tuple(context)))
             context = context[:kept] + [next(fresh) for _ in range(5)]
         at_s += runs_s + think_s
-    events.append(Notice(at_s, Turn(session=name, kind=Kind.END), tuple(context), shared=len(system)))
+    events.append(Notice(at_s, Turn(session=name, kind=Kind.END), tuple(context)))
     return events

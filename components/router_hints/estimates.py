@@ -28,7 +28,10 @@ _COPY_WEIGHT = 0.1
 """Price of a second of copying to those who do not wait for it."""
 _SPIKE_WEIGHT = 1.0
 """The same for a copy away from a spike: when that is over the copy has served once."""
-_BEHIND_WEIGHT = 3.0
+_AHEAD_WEIGHT = 0.5
+"""The same ahead of time: the queues that decide are a guess, and differ less by the time of the request."""
+_BEHIND_WEIGHT = 6.0
+"""Price of a second of prefill at a worker that is busier than others, to those who come after it."""
 _POOL_WEIGHT = 0.4
 """Chance that a block pushed out of a full pool would have been used again."""
 _FULL = 0.95
@@ -171,14 +174,16 @@ class Scene:
         joined = self._join(fetch_s)
 
         copied = np.array([blocks for blocks, _ in self._copied])
-        price = _COPY_WEIGHT + self._spike * _SPIKE_WEIGHT / (1 + self._turns)
+        bet = self._spike * _SPIKE_WEIGHT + (_AHEAD_WEIGHT if request.ahead else 0.0)
+        price = _COPY_WEIGHT + bet / (1 + self._turns)
         if settings.copy_budget_bytes_per_s:
             price += self.loads.copied_bytes_per_s / settings.copy_budget_bytes_per_s
         copy_s = np.where((copied > 0) & ~joined, fetch_s * price, 0.0)
         wait_s = self._wait_s(loads, speed, requests, trend_s, starts_in_s)
         prefill_s = overhead_s + np.maximum(1, request.tokens - reused * request.block_size) / speed
-        # Not by a queue's busy / (1 - busy): near saturation that is all noise, and outweighs real queues.
-        behind_s = _BEHIND_WEIGHT * prefill_s * np.minimum(1.0, pace)
+        # What was sent to it lately says who will come. Not where all are saturated: there only queues count.
+        load = np.minimum(1.0, pace)
+        behind_s = _BEHIND_WEIGHT * prefill_s * (load - load.min()) * (1.0 - load.mean())
         pressure_s = self._pressure_s(loads, speed) + self._pool_s(resident, speed)
         none = [0.0] * len(loads)
         columns = zip(

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from router_hints.costs import CostModel, Rank
-from router_hints.estimates import Scene, is_last
+from router_hints.estimates import Scene
 from router_hints.index import IndexView
 from router_hints.ledger import Loads
 from router_hints.plans import (
@@ -83,7 +83,7 @@ def plan(
     if moves:
         shared = request.session.shared_blocks
         sources = tuple(part for run in sources for part in _split(run, shared))
-    no_retain = is_last(request.turn) or (bool(sources) and scene.over_replicated(row))
+    no_retain = _nobody_comes_back(request) or (bool(sources) and scene.over_replicated(row))
     copied_tokens = chosen.copied_blocks * request.block_size
     return Plan(
         plan_id=request.plan_id,
@@ -135,6 +135,13 @@ def release(request: RequestView, index: IndexView, holders: Mapping[str, Holder
         holders=tuple(sorted(names)) if not expired else (),
         planned_s=now_s,
     )
+
+
+def _nobody_comes_back(request: RequestView) -> bool:
+    """Whether this context begins and ends with this request. The last turn of a session that had others may
+    still be forked from: its blocks are only made safe to evict, when it is over."""
+    turn = request.turn
+    return turn.kind is Kind.ONE_OFF or (turn.last and not request.session.home)
 
 
 def _eligible(request: RequestView, workers: Sequence[Worker]) -> list[Worker]:
@@ -223,7 +230,7 @@ def _reason(
 ) -> Reason:
     if request.pinned_worker is not None:
         return Reason.PINNED
-    if is_last(request.turn):
+    if _nobody_comes_back(request):
         return Reason.ONE_OFF
     if copies:
         if chosen.joined:

@@ -49,7 +49,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     next_in_s: float | None = None
     """Time from its end to the session's next turn."""
     last: bool = False
-    """No further turn comes (``"next_in_s": null`` in a signal): nothing of it is worth keeping."""
+    """No further turn comes (``"next_in_s": null`` in a signal). When none came before either, nothing of it
+    is kept; otherwise its blocks are safe to evict when it is over."""
     keeps: int | None = None
     """Compaction: leading tokens that the new context still begins with."""
     idle_s: float = 0.0

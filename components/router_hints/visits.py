@@ -97,7 +97,7 @@ class Visits:
         tokens = as_array(prompt.tokens)
         run = self.desk.sessions.begin(key, parent, space, tokens, now_s)
         session.marks = message_starts(tokens, self.markers)
-        final = prompt.final or (carried is not None and carried.kind in _END)
+        final = prompt.final or turn.last or (carried is not None and carried.kind in _END)
         return Visit(turn, self.handler.view(session, run.chain.keys), run, signal, final)
 
     def planned(self, visit: Visit, placed: Placed) -> None:

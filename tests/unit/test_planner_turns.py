@@ -250,7 +250,7 @@ def test_next_in_s_soon_makes_the_trend_count_too() -> None:
     assert ranks == [W2, W1]
 
 
-def test_the_last_turn_keeps_nothing() -> None:
+def test_a_session_of_one_turn_keeps_nothing() -> None:
     made = [situation(48_500, Turn(last=last), held={"g1": 48_000}) for last in (False, True)]
     assert [(each.mode, each.no_retain) for each in made] == [(Mode.NONE, False), (Mode.NO_RETAIN, True)]
 
@@ -265,6 +265,14 @@ def _compaction(**fields: object) -> tuple[int, int, Mode]:
         0.0,
     )
     return made.first, made.end, made.mode
+
+
+def test_the_last_turn_of_a_session_that_had_others_is_kept_for_who_may_fork_from_it() -> None:
+    made = situation(48_500, Turn(last=True), held={"g1": 48_000}, session=SessionView(home="g1"))
+    assert (made.mode, made.reason, made.no_retain) == (Mode.NONE, Reason.RESIDENT, False)
+    once = Turn(kind=Kind.ONE_OFF)
+    made = situation(48_500, once, held={"g1": 48_000}, session=SessionView(home="g1"))
+    assert made.no_retain, "a one-off is one, whoever sends it"
 
 
 def test_keeps_and_isl_after_and_isl_before_bound_what_dies() -> None:

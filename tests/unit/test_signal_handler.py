@@ -403,6 +403,16 @@ async def test_the_end_of_a_session(router: Router, way: str) -> None:
     assert keys_in(payload) == World.keys(HISTORY)
 
 
+async def test_a_session_ends_with_the_turn_after_which_none_comes(router: Router) -> None:
+    await used(router)
+    _, placed = await router.turn("main", HISTORY, signal={"kind": "next_turn", "next_in_s": None})
+    await _background(router)
+    assert not placed.plan.no_retain, "it had turns before: others may have forked from it"
+    ((guard, payload),) = router.sent("kv.demote")
+    assert (guard, keys_in(payload)) == ("g1", World.keys(HISTORY))
+    assert router.desk.sessions.get(key("main")) is None
+
+
 async def test_pin_and_unpin(router: Router) -> None:
     await used(router)
     reply = await router.signal("pin", "main", ttl_s=30.0, signal_id="p1")
