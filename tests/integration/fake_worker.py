@@ -57,7 +57,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--model-name", default="tiny")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--control", help="control endpoint of this worker's guard; none: no KVCR here")
+    parser.add_argument(
+        "--control",
+        action="append",
+        default=[],
+        help="control endpoint of the guard of each data-parallel rank; none: no KVCR here",
+    )
     parser.add_argument("--domain", help="its RDMA domain")
     parser.add_argument("--taint", action="append", default=[])
     parser.add_argument("--surface", choices=["none", "chat"], default="none")
@@ -76,7 +81,9 @@ def runtime_config(options: argparse.Namespace) -> ModelRuntimeConfig:
     config.kv_event_publishing_enabled = True
     if options.control:
         # The values are JSON text, as the stock worker writes them.
-        config.set_engine_specific("router_hint_source_control_endpoints", json.dumps({"0": options.control}))
+        endpoints = json.dumps({str(rank): control for rank, control in enumerate(options.control)})
+        config.set_engine_specific("router_hint_source_control_endpoints", endpoints)
+        config.data_parallel_size = len(options.control)
         config.set_engine_specific("router_hint_worker_type", json.dumps("aggregated"))
         config.set_engine_specific("router_hint", json.dumps(True))
     if options.taint:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -680,3 +681,90 @@ def test_the_nats_request_plane_works_the_same(tmp_path: Path, model: Path) -> N
         assert scene.seen("w0")["request"]["kv_hint"]["actions"][0]["action_type"] == "kv.fetch"
     finally:
         stack.close()
+
+
+# --- topology ---------------------------------------------------------------------------------------------
+
+
+class Racks:
+    """``a0`` and ``a1`` are in rack A, ``b`` is in rack B; copies between them are slower than computing."""
+
+    def __init__(self, stack: Stack, *router: str, far_bytes_per_s: float = 1e5) -> None:
+        self.stack = stack
+        stack.frontend()
+        prices = ["--prefill-tokens-per-s", "2000", "--zone-bytes-per-s", f"{far_bytes_per_s}"]
+        stack.router(*prices, "--far-bytes-per-s", f"{far_bytes_per_s}", *router)
+        self.guards: dict[str, Part] = {}
+        self.workers: dict[str, Worker] = {}
+        for name, rack in (("a0", "A"), ("a1", "A"), ("b", "B")):
+            guard, control = stack.guard(name, "--domain", rack)
+            self.guards[name] = guard
+            self.workers[name] = stack.worker(f"w{name}", "--control", control)
+        stack.ready()
+        until(lambda: stack.metrics().get("kvcr_router_ranks_without_guard") == 0, "every guard is known")
+        for worker in self.workers.values():
+            worker.silent("-")
+
+    def hold(self, prompt: str, *guards: str) -> None:
+        for guard in guards:
+            self.guards[guard].tell(store=tokenize(self.stack.model, prompt))
+            until(lambda guard=guard: self.stack.indexed(guard) >= PROMPT_BLOCKS, f"{guard} is indexed")
+
+    def sources(self, prompt: str, worker: str, pinned: bool = True) -> list[str]:
+        """Guards that the request's hint names; the request must reach this worker."""
+        options = {"nvext": _pin(self.workers[worker])} if pinned else {}
+        assert self.stack.ask(prompt, **options)[0] == 200
+        while True:
+            request = self.workers[worker].expect("request")["request"]
+            if request["token_ids"] == tokenize(self.stack.model, prompt):
+                break
+        hint = request.get("kv_hint")
+        return [s["guard"] for s in hint["actions"][0]["payload"]["sources"]] if hint else []
+
+
+def test_source_and_worker_are_chosen_inside_the_domain(stack: Stack) -> None:
+    racks = Racks(stack)
+    everywhere, alone = prompt_of(PROMPT_BLOCKS, "in both racks"), prompt_of(PROMPT_BLOCKS, "in one rack")
+    racks.hold(everywhere, "a0", "b")
+    assert racks.sources(everywhere, "a1") == ["a0"], "of equal sources the near one"
+    racks.hold(alone, "a0")
+    busy = {"headers": {"x-dynamo-meta-behaviour": "hang"}, "nvext": _pin(racks.workers["a0"])}
+    with Blocked(racks, prompt_of(200, "long"), busy):  # type: ignore[arg-type]
+        racks.workers["a0"].expect("request")
+        assert racks.sources(alone, "a1", pinned=False) == ["a0"], "of idle workers the one beside the holder"
+
+
+@pytest.mark.parametrize(
+    ("topology", "far_bytes_per_s", "expected"),
+    [("preferred", 1e9, ["a0"]), ("preferred", 1e5, []), ("required", 1e9, [])],
+    ids=["beats computing", "is beaten by computing", "is forbidden"],
+)
+def test_a_copy_from_another_domain(
+    stack: Stack, topology: str, far_bytes_per_s: float, expected: list[str]
+) -> None:
+    racks = Racks(stack, "--topology", topology, far_bytes_per_s=far_bytes_per_s)
+    prompt = prompt_of(PROMPT_BLOCKS, "in rack A")
+    racks.hold(prompt, "a0")
+    assert racks.sources(prompt, "b") == expected
+    assert racks.sources(prompt, "a1") == ["a0"], "inside the domain it is made in any case"
+
+
+def test_data_parallel_ranks_are_sources_and_targets_like_workers(stack: Stack) -> None:
+    stack.frontend()
+    stack.router("--prefill-tokens-per-s", "2000")
+    guards = [stack.guard(f"rank{number}") for number in range(2)]
+    controls = [word for _, control in guards for word in ("--control", control)]
+    server = stack.worker("w0", *controls)
+    stack.ready()
+    until(lambda: stack.metrics().get("kvcr_router_ranks_without_guard") == 0, "every guard is known")
+    server.silent("-")
+    scene, hang = SimpleNamespace(stack=stack), {"x-dynamo-meta-behaviour": "hang"}
+    with Blocked(scene, prompt_of(200, "long"), {"headers": hang, "nvext": {}}):  # type: ignore[arg-type]
+        busy = server.expect("request")["request"]["routing"]["dp_rank"]
+        prompt = prompt_of(PROMPT_BLOCKS, "on a busy rank")
+        guards[busy][0].tell(store=tokenize(stack.model, prompt))
+        until(lambda: stack.indexed(f"rank{busy}") >= PROMPT_BLOCKS, "the inventory is indexed")
+        assert stack.ask(prompt)[0] == 200
+        request = server.expect("request")["request"]
+        assert request["routing"]["dp_rank"] == 1 - busy
+        assert request["kv_hint"]["actions"][0]["payload"]["sources"][0]["guard"] == f"rank{busy}"
