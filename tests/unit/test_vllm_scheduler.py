@@ -116,6 +116,7 @@ def request(tokens: int, request_id: str = "r", first_token: int = 0, **changes:
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,
         resumable=False,
+        trace_headers=None,
     )
     vars(made).update(changes)
     return made

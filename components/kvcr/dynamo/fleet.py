@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcr.dynamo.component import COMPONENT, prepare_environment
-from kvcr.dynamo.etcd import EtcdClient, connect, credentials_from_environment
+from kvcr.dynamo.etcd import EtcdClient, EtcdUnavailable, Listing, connect, credentials_from_environment
 from kvcr.dynamo.orders import drain_key, mode_key
 from kvcr.dynamo.polling import poll
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
@@ -65,9 +65,7 @@ class Fleet:
 
     async def guards(self) -> list[InstanceRecord]:
         """Registered guards, by name. Raises EtcdUnavailable."""
-        assert self._etcd is not None
-        prefix = guards_prefix(self.deployment.namespace)
-        listing = await self._etcd.get_prefix(prefix)
+        listing = await self._list(guards_prefix(self.deployment.namespace))
         found = []
         self.ignored.clear()
         for entry in listing.values:
@@ -118,10 +116,18 @@ class Fleet:
         found: list[dict[str, Any]] = answers[0] if answers else []
         return found
 
-    async def _ask_routers(self, endpoint: str, request: dict[str, Any]) -> list[Any]:
+    async def _list(self, prefix: str) -> Listing:
         assert self._etcd is not None
+        try:
+            return await self._etcd.get_prefix(prefix)
+        except EtcdUnavailable as error:
+            # Which one: the command line may have found it in the environment or a graph.
+            why = str(error).removeprefix("etcd does not answer ")
+            raise EtcdUnavailable(f"etcd at {self.deployment.etcd} does not answer {why}") from error
+
+    async def _ask_routers(self, endpoint: str, request: dict[str, Any]) -> list[Any]:
         registered = f"v1/instances/{self.deployment.namespace}/{ROUTER}/{endpoint}/"
-        if not (await self._etcd.get_prefix(registered)).values:
+        if not (await self._list(registered)).values:
             return []
         client = await self._client(endpoint, ROUTER)
         await poll(client.instance_ids, ANSWER_TIMEOUT_S)
