@@ -62,6 +62,11 @@ if fresh .stamp-package "$packaged" && "$venv/bin/python" -c 'import kvcr' 2>/de
     say "dynamo-kvcr: up to date"
 else
     say "dynamo-kvcr: installing from here, in place"
+    headers=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if [ ! -f "$headers/Python.h" ] || ! command -v gcc >/dev/null; then
+        echo "setup: the C extensions need gcc and $headers/Python.h; Debian: apt install gcc python3.11-dev" >&2
+        exit 1
+    fi
     "$venv/bin/pip" install --no-deps --no-build-isolation -e .
     printf '%s\n' "$packaged" >"$venv/.stamp-package"
 fi
