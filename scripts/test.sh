@@ -9,7 +9,7 @@ python=.venv/bin/python
 stages=("$@")
 [ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs)
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap 'rm -rf "$logs"' EXIT
 summary=()
 failed=()
 status=0
@@ -25,12 +25,17 @@ run_pytest() {
 # Both halves at the same time, one after the other in the log.
 run_halves() {
     local first second
-    run_pytest --half 2 "$1" >"$logs/half" 2>&1 &
+    # In a process group of its own: what is just in the background does not hear of Ctrl-C.
+    set -m
+    run_pytest --half 2 "$1" >"$logs/half" 2>&1 </dev/null &
+    set +m
     second=$!
+    trap 'kill -INT -- "-$second"' INT TERM
     run_pytest --half 1 "$1"
     first=$?
     wait "$second"
     second=$?
+    trap - INT TERM
     cat "$logs/half"
     return $((first > second ? first : second))
 }

@@ -244,5 +244,5 @@ def test_blocks_reach_engine_memory_while_the_pull_goes_on(directory: Path) -> N
         assert set(results[0].statuses.tolist()) == {OK}
         assert all(engine.has(keys))
         assert ended_first
-        until(lambda: engine.scheduler.poll() or state.final, "the fetch is over")
         os.kill(c_nixl, signal.SIGCONT)
+        until(lambda: engine.scheduler.poll() or state.final, "the fetch is over")
