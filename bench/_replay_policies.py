@@ -17,6 +17,7 @@ from router_hints.ledger import Ledger
 from router_hints.planner import Holder, Mode, Plan, RequestView, Worker, plan, release
 from router_hints.topology import Link, Topology
 from router_hints.turns import Arriving, Kind, SessionView, Turn
+from router_hints.underway import Underway
 
 
 class _Plain:
@@ -117,6 +118,7 @@ class Ours:
         self._sequences: dict[int, int] = {}
         self._ledger = Ledger()
         self._heat = Heat()
+        self._underway = Underway()
         # Defaults that are wrong: what the engines and links do is learnt.
         self._costs = CostModel(
             Settings(
@@ -143,6 +145,8 @@ class Ours:
         if turn.session:
             self._homes[turn.session] = f"g{made.rank[0]}"
         self._plans[number] = made
+        if not made.no_retain:
+            self._underway.begin(str(number), made.rank, keys_of(request.blocks))
         self._ledger.book(
             str(number),
             made.rank,
@@ -157,6 +161,7 @@ class Ours:
     def first_output(self, number: int, seconds: float, sim: Simulation) -> None:
         made = self._plans[number]
         self._ledger.first_output(str(number))
+        self._underway.end(str(number))
         chosen = made.chosen
         if chosen.wait_s > 0 and not made.sources:
             alone_s = chosen.fetch_s + chosen.prefill_s + chosen.load_s
@@ -173,6 +178,7 @@ class Ours:
 
     def ended(self, number: int, sim: Simulation) -> None:
         self._ledger.release(str(number))
+        self._underway.end(str(number))
         self._plans.pop(number, None)
 
     def changed(self, worker: int, stored: list[int], removed: list[int], sim: Simulation) -> None:
@@ -249,7 +255,10 @@ class Ours:
             f"g{name}": max(0, worker.capacity - self._index.blocks(f"g{name}"))
             for name, worker in sim.workers.items()
         }
-        workers = [Worker((name, 0), guard=f"g{name}") for name in sim.alive]
+        coming = {} if ahead else self._underway.leading(keys)
+        workers = [
+            Worker((name, 0), g1_blocks=coming.get((name, 0), 0), guard=f"g{name}") for name in sim.alive
+        ]
         found = self._index.lookup(keys[: 16 * usable])
         return plan(
             view,

@@ -2,8 +2,9 @@
 """A deployment in simulated time: engines that compute prompts one after the other and answer them together.
 
 Deliberately simple, and the same for every policy: a worker computes one prompt at a time at a fixed speed,
-decodes all it has begun at once, each slower the more there are, and keeps the KV blocks of the last 5,000
-in an LRU. A copy takes its bytes over a link's bandwidth and waits for its source's earlier copies.
+finds the blocks of those before it, decodes all it has begun at once, each slower the more there are, and
+keeps the KV blocks of the last 5,000 in an LRU. A copy takes its bytes over a link's bandwidth and waits
+for its source's earlier copies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import statistics
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ class Worker:
     running: int = 0
     computed_tokens: int = 0
     queued_tokens: int = 0
+    coming: Counter[int] = field(default_factory=Counter)
+    """blocks of prompts before the next one's turn: it will find them"""
 
     def overlap(self, blocks: Sequence[int]) -> int:
         """Leading blocks it has."""
@@ -183,6 +186,7 @@ class Simulation:
         worker.running += 1
         self._ttfts.append(self.now_s - running.arrived_s)
         if running.choice.keep:
+            worker.coming -= Counter(running.request.blocks)
             self.keep(worker.name, running.request.blocks)
         self.policy.first_output(number, self.now_s - running.sent_s, self)
         itl_s = ITL_S + ITL_SHARE_S * worker.running
@@ -231,7 +235,7 @@ class Simulation:
         copied = {block for blocks in choice.copies.values() for block in blocks}
         have = 0
         for block in request.blocks:
-            if block not in worker.cache and block not in copied:
+            if block not in worker.cache and block not in copied and not worker.coming[block]:
                 break
             have += 1
         for block in request.blocks[:have]:
@@ -245,6 +249,8 @@ class Simulation:
         worker.free_at_s = begins_s + OVERHEAD_S + load_s + prefill / PREFILL_TOKENS_PER_S
         worker.computed_tokens += prefill
         worker.queued_tokens += prefill
+        if choice.keep:
+            worker.coming.update(request.blocks)
         self._running[number] = _Running(request, choice, arrived_s, self.now_s, prefill)
         self.at(worker.free_at_s, "first", number)
 

@@ -43,6 +43,7 @@ from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
 from router_hints.placement import Placement
 from router_hints.plans import NoWorker
 from router_hints.settings import RouterSettings
+from router_hints.underway import Underway
 from router_hints.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class RouterComponent:
     # --- parts -----------------------------------------------------------------------------------
 
     def _dispatcher(self, client: Client, overlap: G1Overlap) -> Dispatcher:
-        replicas = self._agents.replicas
+        replicas, underway = self._agents.replicas, Underway()
         self._placement = placement = Placement(
             workers=self._workers,
             guards=self._guards,
@@ -177,6 +178,7 @@ class RouterComponent:
             replicas=lambda: (1 + len(replicas.others()), replicas.stale_s),
             orders=self._orders,
             g1=self._g1,
+            underway=underway,
         )
 
         async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
@@ -196,6 +198,7 @@ class RouterComponent:
                 costs=self._costs,
                 metrics=self._metrics,
                 plans=self._plans,
+                underway=underway,
                 publish=self._bus.publish,
                 namespace=self._settings.namespace,
                 router=self._name,

@@ -40,6 +40,7 @@ from router_hints.placement import Placed, Placement
 from router_hints.planner import NoWorker
 from router_hints.requests import Prompt, read_prompt
 from router_hints.tracing import hint_attributes, plan_attributes
+from router_hints.underway import Underway
 from router_hints.visits import Visit, Visits
 from router_hints.workers import WorkerTable
 
@@ -98,6 +99,7 @@ class Books:
     costs: CostModel
     metrics: Metrics
     plans: PlanLog
+    underway: Underway
     publish: Publish
     namespace: str
     router: str
@@ -271,6 +273,8 @@ class _Attempt:
             copies=made.byte_counts,
         )
         books.plans.record(made, request_id, number, placed.hint, placed.inputs)
+        if not made.no_retain:
+            books.underway.begin(made.plan_id, made.rank, placed.keys)
 
     def output(self) -> None:
         """The worker gave an output; the first one says how long things took."""
@@ -280,6 +284,7 @@ class _Attempt:
         now = time.monotonic()
         books, made = self._books, self._placed.plan
         books.bookings.first_output(self._request_id)
+        books.underway.end(made.plan_id)
         books.workers.mark_up(made.rank[0])
         books.plans.first_output(made.plan_id, now - self._sent_s)
         books.metrics.first_output_seconds.observe(now - self._begun_s)
@@ -288,6 +293,7 @@ class _Attempt:
     def close(self) -> None:
         books, made = self._books, self._placed.plan
         books.bookings.release(self._request_id)
+        books.underway.end(made.plan_id)
         books.plans.ended(made.plan_id, self.outcome.value)
         books.metrics.requests.labels(f"{made.rank[0]:x}", self.outcome.value).inc()
 

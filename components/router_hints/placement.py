@@ -28,6 +28,7 @@ from router_hints.metrics import Metrics
 from router_hints.planner import Plan, RequestView, Worker, plan
 from router_hints.requests import Prompt
 from router_hints.turns import SessionView, Turn
+from router_hints.underway import Underway
 from router_hints.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Placed:
     """The guard beside the chosen rank."""
     inputs: PlanInputs | None = None
     """What the plan was made from."""
+    keys: bytes = b""
+    """Of the blocks of its prompt that can be reused, 16 bytes each."""
 
 
 class Placement:
@@ -72,11 +75,12 @@ class Placement:
         replicas: Callable[[], tuple[int, float]] = lambda: (1, 0.0),
         orders: Orders | None = None,
         g1: EngineMemory | None = None,
+        underway: Underway | None = None,
     ) -> None:
         """``replicas()``: how many routers share the workers, and the age of what is known of the others.
         ``alive()`` gives the instance ids discovery knows, ``overlap`` the G1 blocks of each rank for a
-        prompt, ``g1`` those for a chain whose tokens are gone, ``silent()`` the guards that must not be
-        sources, ``free_blocks()`` the room in their pools."""
+        prompt, ``g1`` those for a chain whose tokens are gone, ``underway`` what ranks compute now,
+        ``silent()`` the guards that must not be sources, ``free_blocks()`` the room in their pools."""
         self._workers = workers
         self._guards = guards
         self._index = index
@@ -92,6 +96,7 @@ class Placement:
         self._replicas = replicas
         self._orders = orders or Orders()
         self._g1 = g1 if g1 is not None else EngineMemory()
+        self._underway = underway if underway is not None else Underway()
         self.heat = Heat()
         """How often each prefix of the requests so far is asked for."""
 
@@ -113,8 +118,11 @@ class Placement:
         hashed_s = time.perf_counter() - begun
         g1_blocks = await asked
         begun = time.perf_counter() - hashed_s
-        candidates = self._candidates(g1_blocks, without)
         first_space = next(iter(chains.values()), b"")
+        for rank, blocks in self._underway.leading(first_space).items():
+            # It queues behind a prompt that begins alike, and finds those blocks when its turn comes.
+            g1_blocks[rank] = max(blocks, g1_blocks.get(rank, 0))
+        candidates = self._candidates(g1_blocks, without)
         rates = self.heat.seen(first_space, time.monotonic())
         view = replace(view, router=self._router, rates_per_s=rates, turn=turn, session=session)
         inputs, made = self._plan(view, candidates, chains, prompt.keyed)
@@ -130,7 +138,7 @@ class Placement:
             hint = None
         self._metrics.plan_seconds.observe(time.perf_counter() - begun)
         self._count(made, prompt)
-        return Placed(made, hint, target, inputs)
+        return Placed(made, hint, target, inputs, first_space)
 
     def place_ahead(
         self, plan_id: str, salt: str, turn: Turn, session: SessionView, chain: Chain | None

@@ -107,7 +107,7 @@ class Worker:
 
     rank: Rank
     g1_blocks: int = 0
-    """Leading blocks in its engine memory."""
+    """Leading blocks in its engine memory, or on their way there with prompts that are computed before."""
     guard: str = ""
     """Name of its guard; empty: no KVCR here, and no hint."""
     taints: frozenset[str] = frozenset()

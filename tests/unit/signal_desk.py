@@ -31,6 +31,7 @@ from router_hints.replicas import Replicas
 from router_hints.requests import Prompt, read_prompt
 from router_hints.sessions import SessionKey, SessionTable
 from router_hints.signals import SignalHandler
+from router_hints.underway import Underway
 from router_hints.visits import Visit, Visits
 from router_hints.workers import WorkerTable
 
@@ -89,6 +90,7 @@ class Router:
         self.workers = WorkerTable(BLOCK)
         self.index = LocationIndex(max_blocks=100_000)
         self.g1 = EngineMemory()
+        self.underway = Underway()
         self.ledger = Ledger()
         self.acts: list[tuple[str, dict[str, Any]]] = []
         """(guard, action) as sent"""
@@ -115,6 +117,7 @@ class Router:
             deadline_ms=2000.0,
             router=name,
             g1=self.g1,
+            underway=self.underway,
         )
         self.desk = Desk(
             sessions=SessionTable(block_size=BLOCK),
