@@ -32,6 +32,7 @@ from kvcr.protocol.engine import BlockStatus, Fetch, FetchProgress, Handed, Sour
 from kvcr.protocol.peer import Release
 from kvcr.tracing import NOT_TRACING
 from kvcr.transfer.base import LocalRegions, Step, failed, verified
+from kvcr.transfer.nixl import NixlTransport
 
 OK, GONE, TOO_SLOW, FAILED = BlockStatus.OK, BlockStatus.GONE, BlockStatus.TOO_SLOW, BlockStatus.FAILED
 SLOTS = 64
@@ -352,6 +353,31 @@ def test_reads_that_may_still_land_keep_their_slots_in_quarantine_until_they_can
 
 
 # --- no retain --------------------------------------------------------------------------------------
+
+
+def test_while_too_much_is_in_quarantine_tcp_peers_are_refused_in_words_and_used_again_after(
+    world: World,
+) -> None:
+    process = SimpleNamespace(overloaded=True)
+    tcp = NixlTransport.__new__(NixlTransport)
+    tcp.own_agent, tcp._process, tcp.read = True, process, world.link.read  # type: ignore[assignment, method-assign]
+    world.link.transport = tcp  # type: ignore[assignment]
+    world.start("refused", 0, 4)
+    assert world.final("refused") == [GONE] * 4
+    (final,) = [one for one in world.sent if isinstance(one, FetchProgress) and one.final]
+    assert "too many slots wait in quarantine" in final.reason
+    world.assert_every_slot_is_accounted_for(0)
+    # Between the lease and the step, too.
+    process.overloaded = False
+    world.start("leased", 0, 4)
+    process.overloaded = True
+    world.drain()
+    assert world.final("leased") == [GONE] * 4
+    process.overloaded = False
+    world.start("again", 0, 4)
+    world.drain()
+    assert world.final("again") == [OK] * 4
+    world.assert_every_slot_is_accounted_for(4)
 
 
 def test_what_comes_for_one_request_alone_is_never_published_and_its_slots_are_few(world: World) -> None:
