@@ -145,26 +145,6 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
             span=12,
         ),
     ),
-    "Actions of the router": (
-        Panel(
-            "Actions by kind and result",
-            units.OpsPerSecond,
-            (("{{action}} {{code}}", or_none(rate("kvcr_actions_total", "action, code"), "action")),),
-            "What guards were told to do, and how it ended.",
-            span=12,
-        ),
-        Panel(
-            "Blocks moved, dropped in G1, dead on arrival",
-            units.OpsPerSecond,
-            (
-                ("moved", f"{rate('kvcr_moved_blocks_total')} or vector(0)"),
-                ("dropped in G1", f"{rate('kvcr_g1_dropped_blocks_total')} or vector(0)"),
-                ("filled after their end", f"{rate('kvcr_dead_fills_total')} or vector(0)"),
-            ),
-            "What moves and invalidations did besides evicting.",
-            span=12,
-        ),
-    ),
     "Onboard (G2 to G1)": (
         Panel(
             "Loaded by engines",
@@ -204,6 +184,26 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
             units.BytesPerSecondSI,
             (("{{instance}}", rate("kvcr_scrubbed_bytes_total", "instance")),),
             "The scrubber hashes resident blocks at a limited rate.",
+        ),
+    ),
+    "Actions of the router": (
+        Panel(
+            "Actions by kind and result",
+            units.OpsPerSecond,
+            (("{{action}} {{code}}", or_none(rate("kvcr_actions_total", "action, code"), "action")),),
+            "What guards were told to do, and how it ended.",
+            span=12,
+        ),
+        Panel(
+            "Blocks moved, dropped in G1, dead on arrival",
+            units.OpsPerSecond,
+            (
+                ("moved", f"{rate('kvcr_moved_blocks_total')} or vector(0)"),
+                ("dropped in G1", f"{rate('kvcr_g1_dropped_blocks_total')} or vector(0)"),
+                ("filled after their end", f"{rate('kvcr_dead_fills_total')} or vector(0)"),
+            ),
+            "What moves and invalidations did besides evicting.",
+            span=12,
         ),
     ),
 }

@@ -91,3 +91,12 @@ def test_every_benchmark_and_every_file_of_ours_exists(path: Path) -> None:
             assert (ROOT / span).exists(), f"{span} is not there"
         elif re.fullmatch(r"test_\w+\.py", span):
             assert list((ROOT / "tests").rglob(span)), f"{span} is not there"
+
+
+def test_every_picture_is_small_and_shown_somewhere() -> None:
+    shown = "\n".join(path.read_text() for path in DOCUMENTS)
+    pictures = sorted((ROOT / "docs").rglob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        assert picture.stat().st_size < 300_000, picture
+        assert f"{picture.name})" in shown, f"{picture} is in no document"
