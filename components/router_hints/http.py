@@ -106,12 +106,12 @@ class SignalServer:
         try:
             return await handler(request)
         except BadSignal as error:
-            self._metrics.signals_refused.labels("http", error.field).inc()
+            self._metrics.refused("http", error.field)
             return _json({"error": error.as_json()}, 400)
         except Unavailable as error:
             return _error(503, str(error))
         except web.HTTPRequestEntityTooLarge:
-            self._metrics.signals_refused.labels("http", "").inc()
+            self._metrics.refused("http", "")
             return _error(413, f"a signal has at most {MAX_SIGNAL_BYTES} bytes")
         except web.HTTPException as error:
             return _error(error.status, error.reason)

@@ -115,7 +115,7 @@ class Intake:
         try:
             signal = read_signal(raw)
         except BadSignal as error:
-            self.metrics.signals_refused.labels("nats", error.field).inc()
+            self.metrics.refused("nats", error.field)
             return msgspec.json.encode({"error": error.as_json()})
         self.metrics.signals.labels(signal.kind.value, "nats").inc()
         tenant = next((v for k, v in headers.items() if k.lower() == TENANT_HEADER), "")

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvcr.protocol.signals import Signal
 from router_hints.heat import HotPrefix
 
 _PLAN_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 _OUTPUT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+_FIELDS = {*Signal.__struct_fields__, "wait_s"}
 
 
 class RequestOutcome(enum.StrEnum):
@@ -165,7 +168,7 @@ class Metrics:
         )
         self.signals_refused = Counter(
             "kvcr_router_signals_refused_total",
-            "Signals refused, by the field that was wrong (empty: the whole)",
+            "Signals refused, by the field that was wrong (empty: the whole; unknown: no field of ours)",
             ["input", "field"],
             registry=registry,
         )
@@ -228,6 +231,11 @@ class Metrics:
         self.bus_dropped = Counter(
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
         )
+
+    def refused(self, way: str, field: str) -> None:
+        """A signal was refused. What clients call their fields is no label: they may make up any number."""
+        known = field in _FIELDS or not field
+        self.signals_refused.labels(way, field if known else "unknown").inc()
 
     def show_hot(self, prefixes: Iterable[tuple[HotPrefix, int]]) -> None:
         """The hottest prefixes in order, each with the number of guards that hold it."""

@@ -160,7 +160,7 @@ class Visits:
         try:
             signal = read_signal(prompt.signal, {"session": prompt.session, "parent": prompt.parent})
         except BadSignal as error:
-            self.metrics.signals_refused.labels("header", error.field).inc()
+            self.metrics.refused("header", error.field)
             if self._complained != error.field:
                 self._complained = error.field
                 log.warning("signal of a request refused, the request goes on without: %s", error)
