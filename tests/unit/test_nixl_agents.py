@@ -17,11 +17,12 @@ import pytest
 from kvcr.pool import checksum_parts
 from kvcr.protocol.codec import u64
 from kvcr.protocol.engine import BlockStatus
-from kvcr.transfer import nixl_api, nixl_reader
+from kvcr.transfer import nixl_agents, nixl_api, nixl_reader
 from kvcr.transfer.nixl import NixlProcess, NixlTransport, _Flight
 from kvcr.transfer.nixl_agents import NixlAgents
 from kvcr.transfer.nixl_api import AgentMaker
 from kvcr.transfer.nixl_messages import (
+    Drop,
     Hold,
     Landed,
     Lost,
@@ -83,6 +84,7 @@ class FakeAgent:
         return self.world.next("PROC")
 
     def get_new_notifs(self) -> None:
+        self.world.progressed += 1
         self.world.next("")
 
 
@@ -95,6 +97,7 @@ class FakeNixl:
         self.copies = False
         """Reads are over when they are posted, as over CMA."""
         self.posted = 0
+        self.progressed = 0
         self.lock = threading.Lock()
 
     def next(self, otherwise: str) -> str:
@@ -292,6 +295,28 @@ def test_chunks_that_wait_behind_a_peer_that_stalls_are_lost_with_it(
     ]
     assert guard.receive() == Quiet([1])
     assert nixl.posted == nixl_reader.WINDOW
+
+
+def test_a_reader_that_copies_by_itself_is_worked_for_at_leisure_and_nobody_without_a_lease(
+    guard: Guard, nixl: FakeNixl
+) -> None:
+    guard.send(Serve())
+    guard.receive()
+    guard.send(Hold(1, time.monotonic() + 60, quick=False))
+    give_up_s = time.monotonic() + 60
+    while nixl.progressed <= 3 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    # It may have to connect.
+    assert nixl.progressed > 3
+    started_s, before = time.monotonic(), nixl.progressed
+    time.sleep(0.2)
+    turns = nixl.progressed - before
+    assert turns <= (time.monotonic() - started_s) / nixl_agents._SLOW_NAP_S + 1
+    guard.send(Drop(1), Serve())
+    guard.receive()
+    before = nixl.progressed
+    time.sleep(0.1)
+    assert nixl.progressed <= before + 1
 
 
 def test_a_serving_agent_that_breaks_is_told_and_made_anew(guard: Guard, nixl: FakeNixl) -> None:
