@@ -109,10 +109,10 @@ def test_flag_tables_have_every_flag_of_our_programs(table: str, module: str) ->
 
 def test_the_command_line_starts_fast() -> None:
     program = (
-        "import sys, time; t = time.monotonic()\n"
+        "import sys, time; t = time.process_time()\n"
         "from kvcr.cli.main import main; main(['version'])\n"
         "assert not {'yaml', 'torch', 'zmq'} & set(sys.modules)\n"
-        "print(time.monotonic() - t)"
+        "print(time.process_time() - t)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
