@@ -21,6 +21,8 @@ Rank = tuple[int, int]
 _MEMORY = 0.95
 """Weight left of an observation after each further one: about the last twenty count."""
 _PRIOR_WEIGHT = 0.5
+_FEW_SAMPLES = 5.0
+"""Up to so many the fleet's line says more of a worker than its own."""
 _PRIOR_TOKENS = 4096.0
 _MIN_TOKENS_PER_S = 1.0
 _COPY_WEIGHT = 0.2
@@ -103,6 +105,11 @@ class _Line:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Observations, the old ones in part."""
+        return self._weight
 
     def observe(self, x: float, y: float) -> None:
         self._weight = self._weight * _MEMORY + 1.0
@@ -229,7 +236,9 @@ class CostModel:
         self._unseen = self._fleet.fit(fleet)
         line = self._lines.setdefault(rank, _Line())
         line.observe(float(tokens), seconds)
-        self._fits = self._fits | {rank: line.fit(fleet)}
+        # One that is never idle is hardly measured: it must not keep what was believed at its only sample.
+        few = {known: each.fit(fleet) for known, each in self._lines.items() if each.weight < _FEW_SAMPLES}
+        self._fits = self._fits | few | {rank: line.fit(fleet)}
 
     def observe_wait(self, rank: Rank, predicted_s: float, seconds: float) -> None:
         """A request waited for others this long, as far as one can tell from its first output."""

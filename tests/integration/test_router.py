@@ -186,6 +186,30 @@ def test_a_busy_holder_is_copied_from(scene: Scene) -> None:
     scene.workers["w1"].expect("cancelled")
 
 
+def test_a_request_queues_behind_a_prompt_it_begins_like(scene: Scene) -> None:
+    prompt = prompt_of(200, "computed now")
+    hang = {"headers": {"x-dynamo-meta-behaviour": "hang"}, "nvext": {}}
+    scene.quiet()
+    with Blocked(scene, prompt, hang):
+        first = until(lambda: _who_got(scene, prompt), "the first request reaches a worker")
+        # For a second of its prefill of 1.6 s it has been computing.
+        time.sleep(1.0)
+        assert scene.ask(prompt + " and more")[0] == 200
+        assert until(lambda: _who_got(scene, prompt + " and more"), "a worker got it") == first
+    scene.workers[first].expect("cancelled")
+
+
+def _who_got(scene: Scene, prompt: str) -> str:
+    """The worker that said that it got a request with this prompt."""
+    tokens = tokenize(scene.stack.model, prompt)
+    for name, worker in scene.workers.items():
+        worker.silent("-")
+        for said in worker.said:
+            if said.get("kind") == "request" and said["request"]["token_ids"] == tokens:
+                return name
+    return ""
+
+
 class Blocked:
     """A request that hangs at its worker while the block runs; then its client disconnects."""
 

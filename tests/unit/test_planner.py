@@ -302,6 +302,16 @@ def test_a_worker_that_just_came_is_priced_as_those_that_were_there() -> None:
         )
 
 
+def test_a_worker_that_is_never_idle_is_taken_to_be_like_the_others() -> None:
+    """It gave one output when nothing was known of anybody. Nothing it does later measures it, as all of it
+    waits; it looked a third faster than the rest, and got every long prompt."""
+    costs = CostModel(SETTINGS)
+    costs.observe_prefill((1, 0), 100, 0.05)
+    for tokens in (500, 1000, 2000, 4000) * 10:
+        costs.observe_prefill((2, 0), tokens, 0.05 + tokens / 2000)
+    assert costs.prefill((1, 0)).tokens_per_s == pytest.approx(costs.prefill((2, 0)).tokens_per_s, rel=0.15)
+
+
 def test_the_first_worker_measured_does_not_become_the_favourite() -> None:
     costs = CostModel(SETTINGS)
     chosen = set()
