@@ -113,7 +113,7 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None
     assert len(before["secret"]) >= 32
 
 
-@pytest.mark.parametrize("name", ["agg.yaml", "agg_gpu.yaml", "agg_topology.yaml"])
+@pytest.mark.parametrize("name", ["agg.yaml", "agg_gpu.yaml", "agg_topology.yaml", "single.yaml"])
 def test_a_manifest_is_a_valid_graph_deployment(name: str) -> None:
     graph, _ = load_graph(ROOT / "deploy/graphs" / name)
     manifest = render_dgd(graph, "registry.example.com/dynamo-kvcr:0.1.0")
