@@ -15,7 +15,7 @@ from kvcr.graph.models import SMOLLM2, cache_dir, ensure_model
 PACKAGES = (
     *("ca-certificates", "python3.11-venv", "python3-distutils", "python3.11-dev"),
     # What the Dockerfile installs, which it cannot without a network.
-    *("gcc", "libc6-dev", "libnuma1"),
+    *("g++", "libc6-dev", "libnuma1"),
 )
 """of the stand-in for the base image"""
 PROMETHEUS = "prometheus"
@@ -47,7 +47,7 @@ def main() -> int:
     with (root.parent / "debootstrap.log").open("wb") as log:
         # Its last step, configuring, may fail for packages that are only unpacked here and never started.
         subprocess.run(command, stdout=log, stderr=log, timeout=DEBOOTSTRAP_TIMEOUT_S, check=False)
-    missing = [name for name in ("python3.11", "gcc", "prometheus") if not (part / "usr/bin" / name).exists()]
+    missing = [name for name in ("python3.11", "g++", "prometheus") if not (part / "usr/bin" / name).exists()]
     if missing:
         print(f"debootstrap left no {', '.join(missing)}; see {log.name}", file=sys.stderr)
         return 1

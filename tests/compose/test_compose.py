@@ -120,7 +120,9 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     _loopback_up()
     try:
         daemon = Daemon(tmp_path_factory.mktemp("docker"), os.environ["KVCR_COMPOSE_CGROUP"])
@@ -146,6 +148,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
                 deployment.up()
             yield deployment
         finally:
+            if request.session.testsfailed:
+                print(deployment.compose("logs", "--no-color", "--tail", "60"))
             with _timed("docker compose down"):
                 deployment.compose("down", "-v", "--timeout", "5")
     finally:
