@@ -204,6 +204,7 @@ class RouterComponent:
                 router=self._name,
                 tracer=self._tracer,
             ),
+            self._settings.tenant_key,
         )
 
     def _planning(self) -> Placement:

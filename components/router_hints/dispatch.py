@@ -39,6 +39,7 @@ from router_hints.metrics import Metrics, RequestOutcome
 from router_hints.placement import Placed, Placement
 from router_hints.planner import NoWorker
 from router_hints.requests import Prompt, read_prompt
+from router_hints.tenants import of_tenant
 from router_hints.tracing import hint_attributes, plan_attributes
 from router_hints.underway import Underway
 from router_hints.visits import Visit, Visits
@@ -110,7 +111,10 @@ class Books:
 class Dispatcher:
     """Handler of the router's endpoint. One event loop."""
 
-    def __init__(self, placement: Placement, send: Send, books: Books) -> None:
+    def __init__(self, placement: Placement, send: Send, books: Books, tenant_key: str = "") -> None:
+        """``tenant_key``: where the metadata of a request has its tenant; empty for no tenants."""
+        self._tenant_key = tenant_key
+        self._last_refusal = ""
         self._placement = placement
         self._send = send
         self._books = books
@@ -127,7 +131,7 @@ class Dispatcher:
         fail, Disconnected when the worker went away after its first output, or what the worker raised.
         """
         begun = time.monotonic()
-        prompt = self._read(request, context.metadata)
+        request, prompt = self._read(request, context.metadata)
         visit = self._books.visits.arrive(prompt)
         try:
             async with contextlib.aclosing(self._serve(request, context, prompt, visit, begun)) as served:
@@ -203,11 +207,16 @@ class Dispatcher:
             finally:
                 attempt.close()
 
-    def _read(self, request: dict[str, Any], metadata: Mapping[str, str]) -> Prompt:
+    def _read(self, request: dict[str, Any], metadata: Mapping[str, str]) -> tuple[dict[str, Any], Prompt]:
         try:
-            return read_prompt(request, metadata)
+            request = of_tenant(request, metadata, self._tenant_key)
+            return request, read_prompt(request, metadata)
         except ConfigError as error:
             self._books.metrics.requests.labels("", RequestOutcome.INVALID.value).inc()
+            # The frontend tells its client no more than that it was a bad request.
+            if str(error) != self._last_refusal:
+                self._last_refusal = str(error)
+                log.warning("a request is refused: %s", error)
             raise HttpError(400, str(error)) from error
 
     async def _place_traced(self, prompt: Prompt, tried: list[int], visit: Visit, context: Context) -> Placed:

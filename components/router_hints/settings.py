@@ -14,6 +14,7 @@ from kvcr.config import MIN_SECRET_BYTES
 from kvcr.errors import ConfigError
 from kvcr.sources import Parser, Setting, gather
 from router_hints import costs
+from router_hints.tenants import metadata_key
 from router_hints.tokens import Tokens, is_loopback
 
 MAX_SYSTEM_PORT = 32767
@@ -42,6 +43,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     signals_host: str
     signals_port: int
     signals_tokens: Tokens
+    tenant_key: str
+    """of the metadata of requests; empty without tenants"""
     session_ttl_s: float
     session_blocks: int
     costs: costs.Settings
@@ -130,6 +133,12 @@ def _parser() -> Parser:
         help="lines `token [tenant]`; who sends signals needs one. Required unless the host is loopback",
     )
     signals.add_argument(
+        "--tenant-header",
+        default="",
+        help="header that a gateway in front sets to the tenant it authenticated, and takes from nobody, "
+        "e.g. x-dynamo-meta-kvcr-tenant; without one all requests are one tenant",
+    )
+    signals.add_argument(
         "--session-ttl-s", type=float, default=7200.0, help="idle sessions are forgotten then (%(default)s)"
     )
     signals.add_argument(
@@ -197,6 +206,7 @@ def _settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> Rou
         signals_host=options["signals_host"],
         signals_port=options["signals_port"],
         signals_tokens=_tokens(options["signals_host"], options["signals_token_file"]),
+        tenant_key=metadata_key(options["tenant_header"]),
         session_ttl_s=options["session_ttl_s"],
         session_blocks=options["session_blocks"],
         costs=costs.Settings(**{name: options[name] for name in cost_names}),

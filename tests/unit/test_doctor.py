@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,25 @@ def test_without_it_the_import_is_silent() -> None:
 def test_import_is_fast() -> None:
     program = "import time; t = time.process_time(); import kvcr; print(time.process_time() - t)"
     assert min(float(python(program).stdout) for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("argv", "outcome", "said"),
+    [
+        (["router_hints"], Outcome.WARN, "all requests are one tenant"),
+        (["router_hints", "--tenant-header", "x-dynamo-meta-t"], Outcome.OK, "a gateway's header"),
+        (None, Outcome.OK, "no router"),
+    ],
+)
+def test_a_router_that_is_not_told_the_tenant_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str] | None, outcome: Outcome, said: str
+) -> None:
+    run = tmp_path / "run" / "latest"
+    run.mkdir(parents=True)
+    components = [] if argv is None else [{"component": "Router", "argv": argv}]
+    state = {"state": "ready", "pid": os.getpid(), "components": components}
+    (run / "graph.json").write_text(json.dumps(state))
+    monkeypatch.setenv("KVCR_CACHE", str(tmp_path))
+    check = doctor.check_tenants()
+    assert check.outcome is outcome
+    assert said in check.detail

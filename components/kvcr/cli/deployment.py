@@ -42,7 +42,7 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     """Raises ConfigError when nothing says where etcd is, or the secret cannot be read."""
     from kvcr.dynamo.fleet import Deployment
 
-    graph = _graph(arguments.run_dir)
+    graph = running_graph(arguments.run_dir)
     given = arguments.etcd or environ.get("ETCD_ENDPOINTS")
     etcd = given or (graph or {}).get("etcd")
     if not etcd:
@@ -69,7 +69,7 @@ def router_url(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
     given = arguments.router or environ.get("KVCR_ROUTER_URL")
     if given:
         return str(given).rstrip("/")
-    graph = _graph(arguments.run_dir) or {"components": []}
+    graph = running_graph(arguments.run_dir) or {"components": []}
     for component in graph["components"]:
         url = component["urls"].get("signals")
         if url:
@@ -77,7 +77,8 @@ def router_url(arguments: argparse.Namespace, environ: Mapping[str, str] = os.en
     raise ConfigError("a session is known to the router: say where with --router http://host:8490")
 
 
-def _graph(run_dir: str | None) -> dict[str, Any] | None:
+def running_graph(run_dir: str | None) -> dict[str, Any] | None:
+    """``graph.json`` of a run, by default the newest of this user's if it is running. Raises ConfigError."""
     from kvcr.graph.models import cache_dir
 
     path = Path(run_dir) / "graph.json" if run_dir else cache_dir() / "run" / "latest" / "graph.json"

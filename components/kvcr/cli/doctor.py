@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvcr.cli.deployment import running_graph
 from kvcr.distribution import DISTRIBUTION, clash_message, foreign_version
 
 MIN_SHM_BYTES = 1 << 30
@@ -86,7 +87,7 @@ def examine(deployment: Callable[[], list[Check]] | None = None) -> Report:
     """Run all checks, about half a second; longer with NIXL installed. ``deployment``: checks of one."""
     checks: list[Callable[[], Check]] = [
         check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
-        check_memlock, check_devices,
+        check_memlock, check_devices, check_tenants,
     ]  # fmt: skip
     results = [check() for check in checks]
     if deployment is not None:
@@ -124,6 +125,22 @@ def versions() -> dict[str, str | None]:
     """Installed versions by distribution; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), DISTRIBUTION: _version(DISTRIBUTION)}
     return found | {name: _version(name) for name in (*_CORE, *_OPTIONAL)}
+
+
+def check_tenants() -> Check:
+    """Whether the routers of the running graph are told whose a request is."""
+    graph = running_graph(None)
+    routers = [one for one in (graph or {"components": []})["components"] if one["component"] == "Router"]
+    if not routers:
+        return Check("tenants", Outcome.OK, "no router of `kvcr serve` is running here to ask")
+    if all("--tenant-header" in router["argv"] for router in routers):
+        return Check("tenants", Outcome.OK, "the router takes them from a gateway's header")
+    return Check(
+        "tenants",
+        Outcome.WARN,
+        "all requests are one tenant, whatever salts clients send; with a gateway that authenticates, set "
+        "Router.tenant-header to the header it sets (docs/security.md)",
+    )
 
 
 def check_distribution() -> Check:
