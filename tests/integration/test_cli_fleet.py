@@ -101,6 +101,7 @@ async def test_a_stopped_guard_is_told_and_fails_the_command(
     assert done.returncode == 1
     assert "guard g0 did not answer within 5 s" in done.stdout
     assert "EMPTY" in done.stdout, "the other one is still shown"
+    assert "waiting for guards" in done.stderr
 
 
 async def test_top_shows_rates(

@@ -17,6 +17,7 @@ import other_release
 import pytest
 from deployment import Deployment, runtime
 from engine_client import LAYOUT, EngineClient, GuardProcess, chain
+from secure_etcd import SecureEtcd
 from waiting import eventually
 
 from kvcr.graph import bootstrap, infra
@@ -79,6 +80,22 @@ async def test_servers_that_are_away_are_named_with_what_to_do(deployment: Deplo
     assert found["etcd"][0] == found["NATS"][0] == "fail"
     assert "--etcd" in found["etcd"][1]
     assert "--nats" in found["NATS"][1]
+
+
+async def test_an_etcd_user_without_the_rights_of_a_guard_is_told(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    passwords = {"kvcr": "of-guards-and-routers", "worker": "of-workers"}
+    secure = SecureEtcd(tmp_path, tls=False)
+    try:
+        secure.give_least_rights(passwords)
+        for user, outcome in (("worker", "fail"), ("kvcr", "ok")):
+            rights = secure.environment(user, passwords[user])
+            found = (await doctor(deployment, DYN_NAMESPACE="dynamo", **rights))[1]["etcd"]
+            assert found[0] == outcome, (user, found)
+            assert outcome == "ok" or "read and write below kvcr/v1/dynamo/" in found[1]
+    finally:
+        secure.kill()
 
 
 async def test_a_nats_user_without_the_rights_of_a_router_is_told(

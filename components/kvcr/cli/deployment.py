@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcr.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcr.dynamo.fleet import Deployment, Fleet
+
+
+T = TypeVar("T")
+_SAY_S = 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +68,15 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
         source=f"graph {known['id']}" if known else f"etcd at {etcd}",
         model=_model_dir(known),
     )
+
+
+async def patiently(work: Awaitable[T], what: str) -> T:
+    """The result of ``work``; who waits for it is told so after a second."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait([task], timeout=_SAY_S)
+    if not done:
+        print(f"waiting for {what}", file=sys.stderr, flush=True)
+    return await task
 
 
 def router_url(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:

@@ -64,7 +64,7 @@ async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
 
 async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
     records = await fleet.guards()
-    answers = await fleet.ask_all(records, "status")
+    answers = await deployment.patiently(fleet.ask_all(records, "status"), "guards")
     g1 = _g1_blocks(await fleet.routers())
     if arguments.json:
         guards = [

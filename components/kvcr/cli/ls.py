@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
@@ -21,7 +20,6 @@ TIERS = ("G2",)
 MAX_LIMIT = 10_000
 _NAMED = 200
 """Chains whose sessions are asked for: those at the top."""
-_SAY_S = 1.0
 
 
 def add_parser(commands: Any) -> None:
@@ -50,13 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run(arguments: argparse.Namespace) -> int:
     async with deployment.open_fleet(arguments) as fleet:
         records = await fleet.guards()
-        asked = asyncio.ensure_future(
-            fleet.ask_all(records, "control", {"op": "list", "limit": arguments.limit})
+        answers = await deployment.patiently(
+            fleet.ask_all(records, "control", {"op": "list", "limit": arguments.limit}), "guards"
         )
-        done, _ = await asyncio.wait([asked], timeout=_SAY_S)
-        if not done:
-            print(f"waiting for {len(records)} guards", file=sys.stderr, flush=True)
-        answers = await asked
         workers: list[dict[str, Any]] = []
         troubles: list[KvcrError] = []
         for record, answer in zip(records, answers, strict=True):
