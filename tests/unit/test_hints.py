@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from kvcr.client.hints import FetchHint, missing_run, parse_envelope, parse_tran
 from kvcr.keys import KeySpace, extend_chain, pack_keys
 from kvcr.protocol.engine import Source
 from kvcr.protocol.events import FetchPayload, FetchSource, envelope, fetch_action
+from kvcr.vllm.hints import traceparent
 
 KEYS = extend_chain(KeySpace("ns", "m@1+0").root(), list(range(40)), 4)
 BLOB = pack_keys(KEYS)
@@ -178,3 +180,13 @@ def test_the_run_to_fetch_spans_what_is_offered_and_missing(ranges, present, run
     here = np.zeros(10, np.bool_)
     here[present] = True
     assert missing_run([Source(PEER, first, count) for first, count in ranges], here) == run
+
+
+def test_a_request_goes_on_in_the_trace_of_its_hint_else_in_that_of_vllm() -> None:
+    of_router, of_vllm = f"00-{'a' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'c' * 16}-01"
+    hint = parse_envelope(ours(traceparent=of_router), Counter())
+    request = SimpleNamespace(trace_headers={"traceparent": of_vllm})
+    assert traceparent(request, hint) == of_router
+    assert traceparent(request, None) == of_vllm
+    assert traceparent(request, parse_envelope(stock([1]), Counter())) == of_vllm
+    assert traceparent(SimpleNamespace(trace_headers=None), None) == ""
