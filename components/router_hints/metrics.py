@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvcr.protocol.events import FETCH
 from kvcr.protocol.signals import Signal
 from router_hints.heat import HotPrefix
 
@@ -231,6 +232,11 @@ class Metrics:
         self.bus_dropped = Counter(
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
         )
+
+        # There from the first scrape on: an increase is only seen from a zero.
+        for tier in ("g1", "g2", "peer", "compute"):
+            self.planned_tokens.labels(tier)
+        self.hints.labels(FETCH)
 
     def refused(self, way: str, field: str) -> None:
         """A signal was refused. What clients call their fields is no label: they may make up any number."""

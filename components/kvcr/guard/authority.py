@@ -768,6 +768,7 @@ class Guard:
         for peer in self.peers.status():
             label = peer["name"] or peer["endpoint"]
             self.meters.peer_ready.set(float(peer["ready"]), peer=label)
+            self.meters.peer_pulled_bytes.inc(0, peer=label)
             if peer["ready"]:
                 self.meters.peer_way.set(
                     peer["canary_bytes_per_s"],

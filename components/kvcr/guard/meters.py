@@ -136,3 +136,10 @@ class Meters:
             "How fast a peer's canary block was read over the transport chosen, and why that was chosen.",
             ["peer", "transport", "via", "why"],
         )
+        # There from the first scrape on: an increase is only seen from a zero, and the first pull may be
+        # the one after a death.
+        for moved in (self.pulled_blocks, self.pulled_bytes, self.served_blocks, self.served_bytes):
+            for transport in ("shm", "nixl"):
+                moved.inc(0, transport=transport)
+        for result in ("ok", "partial", "none"):
+            self.fetches.inc(0, result=result)
