@@ -106,3 +106,13 @@ def test_a_router_that_is_not_told_the_tenant_is_reported(
     check = doctor.check_tenants()
     assert check.outcome is outcome
     assert said in check.detail
+
+
+def test_an_engine_without_a_compiler_is_reported_before_its_first_sampled_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    check = doctor.check_engine()
+    assert check.outcome is Outcome.WARN
+    assert "/nowhere/g++" in check.detail
+    assert "apt install g++" in check.detail

