@@ -29,6 +29,8 @@ from tests.integration.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
+READY = "ready?"
+"""What is asked until it is answered. On a busy machine one that was given up reaches a worker later."""
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -314,7 +316,7 @@ class Stack:
 
         def served() -> bool:
             with contextlib.suppress(OSError, http.client.HTTPException):
-                return self.ask("ready?", timeout_s=5.0)[0] == status
+                return self.ask(READY, timeout_s=5.0)[0] == status
             return False
 
         until(served, f"the frontend answers {status}", PATIENCE_S, every_s=0.3)
