@@ -15,7 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-AT_ONCE = 64
+AT_ONCE = 120
 """Outputs of a request that fit between us and Dynamo whatever its client does: it keeps 128 (1.6.1)."""
 MAX_WAITING = 256
 """Outputs kept for a client that does not read; then its worker waits."""
