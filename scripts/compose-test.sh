@@ -13,7 +13,7 @@ skip() {
     exit 0
 }
 [ "$(id -u)" = 0 ] || skip "it needs root to run a Docker daemon"
-for program in dockerd containerd docker debootstrap busybox unshare; do
+for program in dockerd containerd docker debootstrap busybox curl unshare; do
     command -v "$program" >/dev/null || skip "$program is not installed (Debian: $packages)"
 done
 isolated=(unshare --net --mount --pid --fork --kill-child --mount-proc)
