@@ -41,7 +41,7 @@ SLOTS = 64
 class FakeLink:
     """A peer that has every block. What it answers waits in ``world.todo`` until the test runs it."""
 
-    name = "peer"
+    name = label = "peer"
     in_place = True
     bytes_per_s: float | None = None
     ready = True

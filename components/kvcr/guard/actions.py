@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kvcr.errors import ProtocolError
-from kvcr.guard.fetches import Ended, Fetches
+from kvcr.guard.active import Ended
+from kvcr.guard.fetches import Fetches
 from kvcr.guard.invalidate import Invalidations, resident
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters

@@ -8,7 +8,12 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from kvcr.guard.active import Active
 from kvcr.guard.meters import Meters
+from kvcr.guard.pulls import Phase, Projection
+from kvcr.protocol.engine import BlockStatus
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,27 @@ class GaveUp:
     bytes_per_s: float
     rate: str
     """Where ``bytes_per_s`` is from: ``pull`` (this one so far), ``link`` (those before), or ``none``."""
+
+
+def gave_up(active: Active, projection: Projection) -> GaveUp:
+    """The decision to stop this pull, as it was ``projected``."""
+    pull, fetch = active.pull, active.fetch
+    open_ = np.flatnonzero(pull.phase != Phase.FINAL)
+    source = int(pull.source[open_[0]])
+    link = active.links[source] if source >= 0 else None
+    return GaveUp(
+        request_id=fetch.request_id,
+        plan_id=fetch.plan_id,
+        peer=link.label if link is not None else "",
+        transport=link.transport.name if link is not None and link.transport is not None else "",
+        estimate="engine" if fetch.local_estimate else "planner",
+        recompute_ms=fetch.give_up_ms,
+        projected_ms=1000 * (projection.finish_s - pull.started_s),
+        blocks_here=int((pull.statuses == BlockStatus.OK).sum()),
+        blocks_left=len(open_),
+        bytes_per_s=projection.blocks_per_s * active.block_bytes,
+        rate="pull" if projection.own else "link" if projection.blocks_per_s else "none",
+    )
 
 
 class GiveUps:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcr.guard.fetches import Ended
+from kvcr.guard.active import Ended
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import PeerLink
 from kvcr.keys import KEY_BYTES

@@ -162,6 +162,11 @@ class PeerLink:
         return self.transport is not None
 
     @property
+    def label(self) -> str:
+        """For logs and metrics: its name or, before its hello, its endpoint."""
+        return self.name or self.endpoint
+
+    @property
     def name(self) -> str:
         return self._welcome.name if self._welcome else self.record.name
 

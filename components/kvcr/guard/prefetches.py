@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.errors import ProtocolError
-from kvcr.guard.fetches import MAX_SOURCES, Ended, Fetches
+from kvcr.guard.active import Ended
+from kvcr.guard.fetches import MAX_SOURCES, Fetches
 from kvcr.guard.meters import Meters
 from kvcr.guard.reports import End, Outcome, code_of_failures
 from kvcr.keys import KEY_BYTES

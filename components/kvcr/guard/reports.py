@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcr.guard.fetches import Ended
+from kvcr.guard.active import Ended
 from kvcr.guard.meters import Meters
 from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.events import ACTIONS, FETCH, ActionCode, ActionResult
