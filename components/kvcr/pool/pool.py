@@ -7,31 +7,25 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcr.errors import PoolCorrupt
-from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.policy import DefaultPolicy, Offer, Policy, Resident
-from kvcr.pool import chains, native
+from kvcr.pool import native
 from kvcr.pool.files import create_files, plan_geometry, remove_files
+from kvcr.pool.holds import Holds
 from kvcr.pool.invariants import find_broken
 from kvcr.pool.locks import GUARD_LOCK, WRITERS, FileLock, make_dir, writers_of
-from kvcr.pool.meta import DATA, EPOCH_INDEX, INCARNATION_INDEX, META, Meta
-from kvcr.pool.reader import Hits
+from kvcr.pool.meta import EPOCH_INDEX, INCARNATION_INDEX, META, Meta
 from kvcr.pool.record import (
     Changes,
     Columns,
     CommitResult,
     Granted,
-    Listing,
-    Record,
-    SnapshotPage,
     first_of_each,
     key_rows,
 )
 from kvcr.pool.recovery import Recovery, recover, require_same_clock
-from kvcr.pool.region import DataRegion, RegionInfo
 from kvcr.pool.slots import CoolingQueue, FreeList
 from kvcr.pool.state import (
     GENERATION_MASK,
@@ -42,7 +36,6 @@ from kvcr.pool.state import (
     SlotState,
     as_slots,
     as_u64,
-    control_words,
     generations_of,
     states_of,
 )
@@ -52,7 +45,7 @@ _ONE = np.uint64(1)
 _NO_SLOTS: I32 = np.empty(0, dtype=np.int32)
 
 
-class Pool:
+class Pool(Holds):
     """Grants, publishes, evicts and finds blocks. One per guard, which holds the pool's lock for life.
 
     All methods are for the guard's authority thread, except :meth:`part`, :meth:`region` and
@@ -63,13 +56,9 @@ class Pool:
     """
 
     def __init__(self, dir: Path, meta: Meta, lock: FileLock, policy: Policy, recovery: Recovery) -> None:
-        geometry = meta.geometry
-        self.dir = dir
-        self.layout: Layout = geometry.body.layout
-        self.slots: int = geometry.slots
-        self.slot_part_bytes: int = geometry.part_stride
+        super().__init__(dir, meta)
         self.policy = policy
-        self._marks = policy.watermarks(geometry.slots)
+        self._marks = policy.watermarks(self.slots)
         self._admits_all = type(policy).admit is DefaultPolicy.admit
         self.recovery = recovery
         """What attach found; all zero for a new pool."""
@@ -77,19 +66,10 @@ class Pool:
         """Blocks evicted, by reason."""
         self.unindexed_blocks = recovery.unindexed
         """Blocks dropped because both index buckets of their key were full."""
-        self._meta = meta
         self._lock = lock
-        self._backend = native.backend()
-        self._regions = [
-            DataRegion.map(dir / DATA, geometry, rank, writable=True, populate=False)
-            for rank in range(geometry.ranks)
-        ]
         self._writers = WriterTable(meta.writers)
         self._free = FreeList(self.slots)
         self._cooling = CoolingQueue()
-        self._last_used_s = meta.stored_at.copy()
-        self._pinned_until_s = np.full(self.slots, -np.inf)
-        self._demoted = np.zeros(self.slots, dtype=np.bool_)
         self._directory = native.Directory(
             meta.control,
             meta.buckets,
@@ -104,8 +84,6 @@ class Pool:
             self._pinned_until_s,
             self._demoted,
         )
-        self._leases = np.zeros(self.slots, dtype=np.int32)
-        self._leased_generation = np.zeros(self.slots, dtype=np.uint64)
         self._stored: list[Granted] = []
         self._removed: list[bytes] = []
         states = states_of(meta.control)
@@ -415,136 +393,7 @@ class Pool:
             self._free.push(cooled)
         return len(cooled)
 
-    # ------------------------------------------------------------------------------- finding and holding
-
-    def lookup(self, keys: bytes) -> Hits:
-        """Slot (-1: miss) and generation of each 16-byte key."""
-        found = Hits(np.empty(len(keys) // KEY_BYTES, np.int32), np.empty(len(keys) // KEY_BYTES, np.uint64))
-        meta = self._meta
-        self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, found.slots, found.generations)
-        return found
-
-    def hits(self, keys: bytes) -> int:
-        """How many of these blocks are here."""
-        return int(np.count_nonzero(self.lookup(keys).slots >= 0))
-
-    def still(self, slots: I32, generations: U64) -> Mask:
-        """Whether each slot is READY in that generation."""
-        mask = np.empty(len(slots), dtype=np.bool_)
-        self._backend.still(self._meta.control, as_slots(slots), as_u64(generations), mask)
-        return mask
-
-    def still_granted(self, slots: I32, generations: U64) -> Mask:
-        """Whether each slot is granted in that generation; True once for a slot that is named twice."""
-        mask = np.zeros(len(slots), dtype=np.bool_)
-        mask[self._select(slots, generations, SlotState.GRANTED)] = True
-        return mask
-
-    def touch(self, slots: I32, now_s: float) -> None:
-        """Count a use of READY slots now, for eviction. It ends a :meth:`demote`."""
-        # Some may come twice: to find that out takes longer than all the rest of a lease.
-        used = self._in_state(as_slots(slots), SlotState.READY)
-        self._last_used_s[used] = now_s
-        self._demoted[used] = False
-
-    def demote(self, slots: I32) -> int:
-        """Make READY slots the first to be evicted, until their next use. Returns how many there were."""
-        chosen = self._in_state(np.unique(as_slots(slots)), SlotState.READY)
-        self._demoted[chosen] = True
-        return len(chosen)
-
-    def lease(self, slots: I32, generations: U64) -> Mask:
-        """Hold slots: while a lease is on a slot it is neither chosen for eviction nor reused.
-
-        Counted: each needs its own :meth:`unlease`. True where the slot was READY in that generation.
-        """
-        slots, generations = as_slots(slots), as_u64(generations)
-        mask = self.still(slots, generations)
-        self._leased_generation[slots[mask]] = generations[mask]
-        np.add.at(self._leases, slots[mask], 1)
-        return mask
-
-    def unlease(self, slots: I32, generations: U64) -> None:
-        """End one lease for each entry. What was not leased in that generation is ignored."""
-        slots, generations = as_slots(slots), as_u64(generations)
-        inside = (slots >= 0) & (slots < self.slots)
-        slots, generations = slots[inside], generations[inside]
-        ours = (self._leases[slots] > 0) & (self._leased_generation[slots] == generations)
-        np.subtract.at(self._leases, slots[ours], 1)
-        self._leases[slots[ours]] = np.maximum(self._leases[slots[ours]], 0)
-
-    def pin(self, keys: bytes, until_s: float) -> int:
-        """Keep blocks from being chosen for eviction until then. Returns how many are here."""
-        slots = self.lookup(keys).slots
-        slots = slots[slots >= 0]
-        self._pinned_until_s[slots] = np.maximum(self._pinned_until_s[slots], until_s)
-        return len(slots)
-
-    def unpin(self, keys: bytes) -> int:
-        """End every pin of these blocks. Returns how many are here."""
-        slots = self.lookup(keys).slots
-        slots = slots[slots >= 0]
-        self._pinned_until_s[slots] = -np.inf
-        return len(slots)
-
-    def pinned(self, slots: I32, now_s: float) -> Mask:
-        """Which of these slots a pin holds."""
-        mask: Mask = self._pinned_until_s[as_slots(slots)] > now_s
-        return mask
-
-    def leased(self, slots: I32) -> Mask:
-        """Which of these slots somebody reads, or may read, under a lease."""
-        mask: Mask = self._leases[as_slots(slots)] > 0
-        return mask
-
-    def pinned_count(self, now_s: float) -> int:
-        """Slots that pins hold. Any thread: reads only."""
-        return int(np.count_nonzero(self._pinned_until_s > now_s))
-
-    def unused(self, slots: I32, generations: U64) -> Mask:
-        """Which of these blocks are still here and were not used since they were stored."""
-        slots = as_slots(slots)
-        unused: Mask = self._last_used_s[slots] <= self._meta.stored_at[slots]
-        return unused & self.still(slots, generations)
-
     # --------------------------------------------------------------------------------------- contents
-
-    def checksums(self, slots: I32) -> U64:
-        """uint64 [n, ranks]: xxh3-64 of each part."""
-        return self._meta.checksums[as_slots(slots)]
-
-    def record(self, slots: I32) -> Record:
-        """What the directory says about slots; true of those that are READY."""
-        slots, meta = as_slots(slots), self._meta
-        return Record(
-            meta.keys[slots].tobytes(),
-            meta.parents[slots].tobytes(),
-            meta.engine_hashes[slots],
-            meta.positions[slots],
-        )
-
-    def through(self, keys: bytes) -> I32:
-        """READY slots of these blocks and of all blocks whose chain goes through one of them.
-
-        A block of ``keys`` need not be here itself for the ones right after it to be found. A chain with a
-        block missing further on is followed up to there.
-        """
-        named = np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
-        ready = self._ready_slots()
-        here = self.lookup(keys).slots
-        return chains.after(self._meta, ready, here[here >= 0], named)
-
-    def data(self, rank: int) -> DataRegion:
-        """One rank's region, writable. Any thread."""
-        return self._regions[rank]
-
-    def part(self, rank: int, slot: int) -> memoryview:
-        """The ``layout.part_bytes`` bytes of one rank's part of a slot, writable. Any thread."""
-        return self._regions[rank].part(slot)
-
-    def region(self, rank: int) -> RegionInfo:
-        """Address in this process, bytes, and stride of one rank's slots. Any thread."""
-        return self._regions[rank].info
 
     @property
     def ready_count(self) -> int:
@@ -555,11 +404,6 @@ class Pool:
     def digest(self) -> int:
         """XOR of the first 8 bytes (little-endian) of every READY key: equal sets have equal digests."""
         return self._digest
-
-    def counts(self) -> dict[SlotState, int]:
-        """Slots by state."""
-        counted = np.bincount(states_of(self._meta.control), minlength=len(SlotState))
-        return {state: int(counted[state]) for state in SlotState}
 
     def drain_changes(self) -> Changes:
         """What was stored and removed since the last call, as a net effect."""
@@ -576,36 +420,6 @@ class Pool:
         record = self.record(slots)
         return Changes(slots, record.keys, record.engine_hashes, record.positions, b"".join(removed))
 
-    def snapshot(self, cursor: int, limit: int) -> SnapshotPage:
-        """Up to ``limit`` READY blocks from slot ``cursor`` on. Start at 0, go on at ``next_cursor``."""
-        found = self.ready_from(cursor, limit + 1).slots
-        slots = found[: max(limit, 1)]
-        record = self.record(slots)
-        more = len(found) > len(slots)
-        return SnapshotPage(
-            record.keys, record.engine_hashes, record.positions, int(slots[-1]) + 1 if more else -1
-        )
-
-    def listing(self, now_s: float) -> Listing:
-        """Every READY block. Copies, about 80 bytes a block: to be looked at on another thread."""
-        meta, slots = self._meta, self._ready_slots()
-        return Listing(
-            meta.keys[slots],
-            meta.parents[slots],
-            meta.positions[slots],
-            now_s - self._last_used_s[slots],
-            now_s - meta.stored_at[slots],
-            self._leases[slots] > 0,
-            self._pinned_until_s[slots] > now_s,
-        )
-
-    def ready_from(self, cursor: int, limit: int) -> Granted:
-        """Up to ``limit`` READY slots from slot ``cursor`` on, ascending, with their generations."""
-        cursor = min(max(cursor, 0), self.slots)
-        ready = np.flatnonzero(states_of(self._meta.control[cursor:]) == SlotState.READY)
-        slots = (ready[: max(limit, 1)] + cursor).astype(np.int32)
-        return Granted(slots, generations_of(self._meta.control[slots]))
-
     def check_invariants(self) -> None:
         """Compare what this object believes with the directory. Raises PoolCorrupt on a difference."""
         broken = find_broken(
@@ -621,30 +435,6 @@ class Pool:
             raise PoolCorrupt(f"{self.dir}: {'; '.join(broken)} (counts {self.counts()})")
 
     # ---------------------------------------------------------------------------------------- internal
-
-    def _set(self, slots: I32, state: SlotState, generations: U64) -> None:
-        self._backend.store_words(self._meta.control, slots, control_words(state, generations))
-
-    def _select(self, slots: I32, generations: U64, state: SlotState) -> npt.NDArray[np.intp]:
-        """Ascending indices of the entries that are in ``state`` and generation, each slot once."""
-        slots, generations = as_slots(slots), as_u64(generations)
-        if len(slots) != len(generations):
-            raise ValueError(f"generations has {len(generations)} entries, slots has {len(slots)}")
-        inside = np.flatnonzero(
-            (slots >= 0) & (slots < self.slots) & (generations <= np.uint64(GENERATION_MASK))
-        )
-        words = control_words(state, generations[inside])
-        chosen: npt.NDArray[np.intp] = inside[self._meta.control[slots[inside]] == words]
-        if len(chosen) < 2:
-            return chosen
-        once = np.unique(slots[chosen], return_index=True)[1]
-        return np.sort(chosen[once])
-
-    def _in_state(self, slots: I32, state: SlotState) -> I32:
-        """The slots of the pool among ``slots`` that are in ``state``."""
-        inside = slots[(slots >= 0) & (slots < self.slots)]
-        chosen: I32 = inside[states_of(self._meta.control[inside]) == state]
-        return chosen
 
     def _release(self, slots: I32) -> None:
         """To FREE, in the next generation: for slots whose bytes no lookup leads to."""
@@ -676,9 +466,6 @@ class Pool:
         victims = self._in_state(np.unique(as_slots(victims)), SlotState.READY)
         self.evict(victims[~self._held(victims, now_s)], now_s, "space")
 
-    def _held(self, slots: I32, now_s: float) -> Mask:
-        return (self._leases[slots] > 0) | (self._pinned_until_s[slots] > now_s)
-
     def _resident(self, now_s: float) -> Resident:
         meta, slots = self._meta, self._ready_slots()
         return Resident(
@@ -690,14 +477,3 @@ class Pool:
             held=self._held(slots, now_s),
             demoted=self._demoted[slots],
         )
-
-    def _ready_slots(self) -> I32:
-        return np.flatnonzero(states_of(self._meta.control) == SlotState.READY).astype(np.int32)
-
-    def _parents_of(self, slots: I32) -> I32:
-        """For each of all READY slots the index of its parent among them, -1 when that one is not here."""
-        index_of = np.full(self.slots + 1, -1, dtype=np.int32)
-        index_of[slots] = np.arange(len(slots), dtype=np.int32)
-        # A parent that is not here is slot -1, the last entry, which is -1.
-        parents: I32 = index_of[self.lookup(self._meta.parents[slots].tobytes()).slots]
-        return parents
