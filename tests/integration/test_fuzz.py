@@ -132,6 +132,8 @@ def _peer_messages() -> list[object]:
         Lease(2, "fuzz", 1, b"", 100, "carrier pigeon"),
         Release(1, 1 << 60, -1, "shm", b"\xff" * 400, bytes(800)),
         Release(-1, 5, 5, "shm", bytes(8), bytes(3)),
+        Release(0, 5, 5, "shm", b"", b"", b"\xff" * 40, bytes(80)),
+        Release(0, 5, 5, "shm", b"", b"", bytes(8), bytes(3)),
         Snapshot(3, -(1 << 62)),
         Snapshot(3, 1 << 62),
         Replay(4, -5, 1 << 62),

@@ -13,13 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvcr.errors import ProtocolError
 from kvcr.guard import quick
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.quick import TELL_S, QuickPulls
+from kvcr.guard.serving import Caller, PeerServer
 from kvcr.policy import DefaultPolicy, Offer
 from kvcr.pool import SlotState
 from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, Source, ToEngine
+from kvcr.protocol.peer import Release
 from kvcr.transfer import base
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
@@ -41,7 +44,7 @@ class Link:
     """Our side of a link to the source; remembers what it was told."""
 
     transport: ShmTransport
-    name: str = "source"
+    label: str = "source"
     bytes_per_s: float | None = None
     released: list[Any] = field(default_factory=list)
 
@@ -150,9 +153,26 @@ def test_the_source_and_the_meters_hear_of_several_pulls_at_once(pair: Pair) -> 
     pair.loop.run_once(50 * TELL_S)
     (release,) = pair.link.released
     assert (release.lease_id, release.block_count, release.byte_count) == (0, 3, 3 * PART_BYTES)
+    assert np.frombuffer(release.used_slots, "<i4").tolist() == pair.slots[:3].tolist()
+    assert pair.source.still(pair.slots[:3], np.frombuffer(release.used_generations, "<u8")).all()
     assert pair.meters.pulled_blocks.value(transport="shm") == 3
     assert pair.meters.peer_pulled_bytes.value(peer="source") == 3 * PART_BYTES
     assert pair.meters.fetches.value(result="ok") == 2
+
+
+def test_what_was_read_without_a_lease_is_a_use_at_the_source(pair: Pair) -> None:
+    """Blocks 0 to 9 were stored together: the ones that are pulled are not those that go first."""
+    nothing = cast(Any, None)
+    host = SimpleNamespace(pool=pair.source, plugins={})
+    server = PeerServer(cast(Any, host), pair.loop, nothing, pair.meters, nothing, 1000, nothing, nothing)
+    pair.pull(7, 8, 9)
+    pair.loop.run_once(50 * TELL_S)
+    (release,) = pair.link.released
+    server.handle(release, Caller(), nothing)
+    used = ~pair.source.unused(pair.slots, np.ones(10, np.uint64) * pair.source.lookup(key(0)).generations)
+    assert used.tolist() == [False] * 7 + [True] * 3
+    with pytest.raises(ProtocolError, match="2 used slots, 0 generations"):
+        server.handle(Release(0, used_slots=bytes(8)), Caller(), nothing)
 
 
 @pytest.mark.parametrize(

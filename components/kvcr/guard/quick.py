@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
@@ -16,7 +15,8 @@ from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.peers import TIER, PeerLink
 from kvcr.keys import KEY_BYTES
-from kvcr.pool import Granted, Pool
+from kvcr.pool import Found, Granted, Pool
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
 from kvcr.protocol.engine import BlockStatus, Fetch, FetchLease, FetchProgress, ToEngine
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import INLINE_BYTES
@@ -39,6 +39,15 @@ class Pulled(NamedTuple):
     seconds: float
 
 
+class _Done(NamedTuple):
+    """A pull of which nobody was told."""
+
+    link: PeerLink
+    statuses: npt.NDArray[np.uint8]
+    seconds: float
+    theirs: Found
+
+
 class Host(Protocol):
     """What quick pulls need of the guard."""
 
@@ -53,8 +62,8 @@ class QuickPulls:
         self._host = host
         self._loop = loop
         self._meters = meters
-        self._untold: list[tuple[PeerLink, npt.NDArray[np.uint8], float]] = []
-        """Source, statuses and seconds of each pull that nobody was told of."""
+        self._untold: list[_Done] = []
+        """Pulls that nobody was told of."""
         self._rest_until_s = 0.0
         """Until then large pulls are the movers', as this thread has others to hear."""
 
@@ -146,29 +155,41 @@ class QuickPulls:
         self._host.pool_changed()
         if not self._untold:
             self._loop.later(TELL_S, lambda: self._tell(local.block_bytes))
-        self._untold.append((link, statuses, seconds))
+        self._untold.append(_Done(link, statuses, seconds, theirs))
         return Pulled(statuses, seconds)
 
     def _tell(self, block_bytes: int) -> None:
-        """Count what was read. No lease ends with the messages; they keep both sides' counters equal."""
+        """Count what was read, here and at the sources, for which it is a use: no lease said so."""
         untold, self._untold = self._untold, []
         meters, name = self._meters, ShmTransport.name
-        read: Counter[PeerLink] = Counter()
-        for link, statuses, seconds in untold:
-            read[link] += len(statuses)
+        read: dict[PeerLink, list[Found]] = {}
+        for link, statuses, seconds, theirs in untold:
+            read.setdefault(link, []).append(theirs)
             rate = link.measured(name, len(statuses) * block_bytes, seconds)
-            meters.peer_rate.set(rate, peer=link.name or link.endpoint, transport=name, tier=str(TIER))
+            meters.peer_rate.set(rate, peer=link.label, transport=name, tier=str(TIER))
             meters.pull_seconds.observe(seconds)
             refused = int(np.count_nonzero(statuses == _FAILED))
             meters.fetches.inc(result="partial" if refused else "ok")
             if refused:
                 meters.failed_blocks.inc(refused, status=BlockStatus.FAILED.name.lower())
-        for link, count in read.items():
-            nbytes = count * block_bytes
-            link.release(Release(0, block_count=count, byte_count=nbytes, transport=name))
-            meters.pulled_blocks.inc(count, transport=name)
-            meters.pulled_bytes.inc(nbytes, transport=name)
-            meters.peer_pulled_bytes.inc(nbytes, peer=link.name or link.endpoint)
+        for link, all_found in read.items():
+            slots = np.concatenate([found.slots for found in all_found])
+            generations = np.concatenate([found.generations for found in all_found])
+            meters.pulled_blocks.inc(len(slots), transport=name)
+            meters.pulled_bytes.inc(len(slots) * block_bytes, transport=name)
+            meters.peer_pulled_bytes.inc(len(slots) * block_bytes, peer=link.label)
+            for start in range(0, len(slots), MAX_BLOCKS_PER_MESSAGE):
+                used = slots[start : start + MAX_BLOCKS_PER_MESSAGE]
+                link.release(
+                    Release(
+                        0,
+                        block_count=len(used),
+                        byte_count=len(used) * block_bytes,
+                        transport=name,
+                        used_slots=used.astype("<i4").tobytes(),
+                        used_generations=generations[start : start + len(used)].astype("<u8").tobytes(),
+                    )
+                )
 
 
 def _distinct(keys: bytes, count: int, others: Collection[bytes]) -> bool:

@@ -326,6 +326,11 @@ class PeerServer:
             self._meters.served_bytes.inc(release.byte_count, transport=release.transport)
         if release.corrupt_slots:
             self._scrubber.check(i32(release.corrupt_slots), u64(release.corrupt_generations), "source")
+        slots, generations = i32(release.used_slots), u64(release.used_generations)
+        if len(slots) != len(generations):
+            raise ProtocolError(f"Release has {len(slots)} used slots, {len(generations)} generations")
+        if len(slots) and (pool := self._host.pool) is not None:
+            pool.touch(slots[pool.still(slots, generations)], time.monotonic())
 
     def _end(self, lease_id: int, how: str) -> None:
         lease = self._leases.pop(lease_id, None)

@@ -123,6 +123,10 @@ class Release(Message, frozen=True):
     transport: str = ""
     corrupt_slots: bytes = b""
     corrupt_generations: bytes = b""
+    used_slots: bytes = b""
+    """int32 each: blocks that were read without a lease, which is a use for eviction as a lease is"""
+    used_generations: bytes = b""
+    """uint64 each"""
 
 
 class Snapshot(Message, frozen=True):
