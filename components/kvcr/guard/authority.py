@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,16 +19,17 @@ import zmq
 from kvcr import __version__
 from kvcr.config import GuardConfig, PeerRecord
 from kvcr.errors import LayoutMismatch, MustFail, PoolBusy, PoolCorrupt, ProtocolError
-from kvcr.guard import addresses, leftovers, permissions
+from kvcr.guard import addresses, gauges, leftovers, permissions
 from kvcr.guard.actions import Actions
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
-from kvcr.guard.connection import FIRST_MESSAGE_S, Connection, Listener
+from kvcr.guard.connection import Listener
 from kvcr.guard.control import ControlServer
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.engines import EngineServer
 from kvcr.guard.fetches import Fetches
 from kvcr.guard.g1 import G1Drops
+from kvcr.guard.inspecting import blocks_of
 from kvcr.guard.invalidate import Invalidations
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop
@@ -37,9 +37,10 @@ from kvcr.guard.meters import Meters
 from kvcr.guard.peers import Peers
 from kvcr.guard.pins import Pins
 from kvcr.guard.probing import Prober
+from kvcr.guard.reception import Reception
 from kvcr.guard.reports import Reports
 from kvcr.guard.scrub import Scrubber
-from kvcr.guard.seat import Member, Seat
+from kvcr.guard.seat import Seat
 from kvcr.guard.serving import Caller, PeerServer
 from kvcr.guard.tombstones import Tombstones
 from kvcr.guard.tracing import RequestTraces
@@ -52,7 +53,6 @@ from kvcr.policy import DefaultPolicy, Policy, load_policy
 from kvcr.pool import META, FileLock, Listing, Pool, boot_id, is_dead
 from kvcr.pool.files import require_room
 from kvcr.pool.locks import GUARD_LOCK, make_dir
-from kvcr.protocol.engine import Alive, Hello, to_guard
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
 from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.tracing import open_tracer
@@ -196,7 +196,15 @@ class Guard:
         )
         make_dir(Path(self.pool_dir))
         self._attach()
-        self._listener = Listener(self.loop, self.unix_socket, self._welcome, self._refused)
+        reception = Reception(
+            self.loop,
+            self.meters,
+            self._engines,
+            self._server,
+            self._not_idle,
+            lambda: self._listener.gone(),
+        )
+        self._listener = Listener(self.loop, self.unix_socket, reception.welcome, reception.refused)
         self._control = ControlServer(
             self.loop,
             self._zmq,
@@ -502,69 +510,6 @@ class Guard:
     def _current(self) -> tuple[Pool, LocalRegions] | None:
         return (self.pool, self.local) if self.pool is not None and self.local is not None else None
 
-    # --- sockets ----------------------------------------------------------------------------------
-
-    def _welcome(self, sock: socket.socket) -> None:
-        """Until its first message, a connection may be an engine's or a guard's."""
-        speaker: list[Member | Caller] = []
-
-        def received(connection: Connection, raw: memoryview) -> None:
-            try:
-                hear(connection, raw)
-            except ProtocolError:
-                self._refused("malformed")
-                raise
-
-        def hear(connection: Connection, raw: memoryview) -> None:
-            if not speaker:
-                self._first_message(connection, raw, speaker)
-            elif isinstance(speaker[0], Member):
-                message = to_guard.decode(raw)
-                if not isinstance(message, Alive):
-                    self._not_idle()
-                self._engines.handle(message, speaker[0])
-            else:
-                self._peer_message(connection, raw, speaker[0])
-
-        def closed(_: Connection) -> None:
-            silent.cancel()
-            self._listener.gone()
-            for who in speaker:
-                if isinstance(who, Member):
-                    self._engines.hung_up(who)
-                else:
-                    self._server.hung_up(who)
-
-        def give_up() -> None:
-            if not speaker and not connection.closed:
-                self._refused("silent")
-                connection.close()
-
-        silent = self.loop.later(FIRST_MESSAGE_S, give_up)
-        connection = Connection(self.loop, sock, received, closed)
-
-    def _refused(self, code: str) -> None:
-        self.meters.peer_refusals.inc(code=code)
-
-    def _first_message(self, connection: Connection, raw: memoryview, speaker: list[Member | Caller]) -> None:
-        try:
-            hello = to_guard.decode(raw)
-        except ProtocolError:
-            caller = Caller()
-            self._peer_message(connection, raw, caller)
-            speaker.append(caller)
-            return
-        if not isinstance(hello, Hello):
-            raise ProtocolError(f"{type(hello).__name__} before Hello")
-        member = self._engines.hello(hello, connection)
-        if member is not None:
-            speaker.append(member)
-
-    def _peer_message(self, connection: Connection, raw: memoryview, caller: Caller) -> None:
-        self._server.handle(
-            to_server.decode(raw), caller, lambda message: connection.send(to_client.encode(message))
-        )
-
     def _control_request(self, raw: bytes, reply: Callable[[bytes], None]) -> None:
         def answer(message: ToClient) -> None:
             reply(to_client.encode(message))
@@ -706,25 +651,7 @@ class Guard:
             raise ProtocolError(f"{len(keys)} bytes of keys, {KEY_BYTES} a key")
         if self.pool is None:
             return {"blocks": []}
-        found = self.pool.lookup(keys)
-        blocks = []
-        for index, slot in enumerate(found.slots.tolist()):
-            block: dict[str, Any] = {
-                "key": keys[KEY_BYTES * index : KEY_BYTES * (index + 1)].hex(),
-                "tier": None,
-            }
-            if slot >= 0:
-                record = self.pool.record(found.slots[index : index + 1])
-                block |= {
-                    "tier": 2,
-                    "slot": slot,
-                    "generation": int(found.generations[index]),
-                    "parent": record.parents.hex(),
-                    "engine_hash": int(record.engine_hashes[0]),
-                    "position": int(record.positions[0]),
-                }
-            blocks.append(block)
-        return {"guard": self.name, "epoch": self.epoch, "blocks": blocks}
+        return {"guard": self.name, "epoch": self.epoch, "blocks": blocks_of(self.pool, keys)}
 
     def listing(self) -> Listing | None:
         """See :meth:`kvcr.guard.view.GuardView.chains`."""
@@ -760,34 +687,16 @@ class Guard:
 
     def _refresh_gauges(self) -> None:
         """On the metrics thread: reads only."""
-        pool = self.pool
-        for state in GuardState:
-            self.meters.state.set(float(state is self.seat.state), state=state.value.lower())
-        self.meters.peer_ready.clear()
-        self.meters.peer_way.clear()
-        for peer in self.peers.status():
-            label = peer["name"] or peer["endpoint"]
-            self.meters.peer_ready.set(float(peer["ready"]), peer=label)
-            self.meters.peer_pulled_bytes.inc(0, peer=label)
-            if peer["ready"]:
-                self.meters.peer_way.set(
-                    peer["canary_bytes_per_s"],
-                    peer=label,
-                    transport=peer["transport"],
-                    via=peer["via"],
-                    why=peer["why"],
-                )
-        self.meters.leases.set(self._server.lease_count)
-        if pool is not None:
-            self.meters.epoch.set(pool.epoch)
-            transit = self._fetches.transit
-            self.meters.transit_slots.set(transit.used, kind="used")
-            self.meters.transit_slots.set(transit.limit(pool), kind="limit")
-            self.meters.inventory_sequence.set(self.inventory.sequence)
-            self.meters.nixl_restarts.set(self._nixl.restarts if self._nixl is not None else 0)
-            self.meters.pinned_blocks.set(pool.pinned_count(time.monotonic()))
-            for slot_state, count in pool.counts().items():
-                self.meters.pool_slots.set(count, state=slot_state.name.lower())
+        gauges.refresh(
+            self.meters,
+            self.pool,
+            state=self.seat.state,
+            peers=self.peers.status(),
+            lease_count=self._server.lease_count,
+            transit=self._fetches.transit,
+            sequence=self.inventory.sequence,
+            nixl_restarts=self._nixl.restarts if self._nixl is not None else 0,
+        )
 
 
 def _policy(config: GuardConfig) -> Policy:
