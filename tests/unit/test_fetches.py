@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcr.guard.fetches import Fetches
+from kvcr.guard.link import Grant
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import Grant
 from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
 from kvcr.keys import KEY_BYTES

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.guard.active import Account, Active
+from kvcr.guard.link import TIER, PeerLink
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import TIER, PeerLink
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import Step
 from kvcr.transfer.shm import ShmTransport

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.guard.choosing import PeerContext
+from kvcr.guard.link import PeerLink
 from kvcr.guard.loop import Timer
-from kvcr.guard.peers import PeerLink
 from kvcr.guard.pulls import Indices, Pull
 from kvcr.guard.tracing import FetchTrace
 from kvcr.guard.transit import Handover

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcr.guard.active import Ended
+from kvcr.guard.link import PeerLink
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import PeerLink
 from kvcr.keys import KEY_BYTES
 from kvcr.protocol.engine import BlockStatus
 

@@ -14,7 +14,7 @@ from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError
 from kvcr.guard.addresses import route_to, split_host
 from kvcr.guard.choosing import Candidate, PeerContext
-from kvcr.guard.peers import PeerLink
+from kvcr.guard.link import PeerLink
 from kvcr.protocol.peer import PeerWelcome, Probe, Probed, ProbedWay
 
 TIMEOUT_S = 40.0

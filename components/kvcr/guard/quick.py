@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.guard.choosing import PeerContext
+from kvcr.guard.link import TIER, PeerLink
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
-from kvcr.guard.peers import TIER, PeerLink
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Found, Granted, Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
