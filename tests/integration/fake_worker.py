@@ -10,7 +10,7 @@ chooses how it is treated with the header ``x-dynamo-meta-behaviour``:
 ``error``  an exception before the first output
 ``late``   one token, then an exception
 ``many``   300 tokens as fast as they are taken
-``flood``  a million tokens and 90 MB as fast as they are taken, and ``flooded`` is said at the end
+``flood``  a million tokens and 450 MB as fast as they are taken; ``flooding`` is said every 2 % of it
 
 With ``x-dynamo-meta-prefill`` the first output takes that many seconds, as a prefill would.
 
@@ -134,8 +134,8 @@ async def main(options: argparse.Namespace) -> None:
                 "served", id=context.id(), **await asyncio.to_thread(engine.serve, context.id(), prompt, hint)
             )
         announce(prompt)
-        count = {"slow": 100, "many": 300, "flood": 10_000}.get(behaviour, 3)
-        tokens = 100 if behaviour == "flood" else 1
+        count = {"slow": 100, "many": 300, "flood": 50_000}.get(behaviour, 3)
+        tokens = 20 if behaviour == "flood" else 1
         for index in range(count):
             if context.is_stopped():
                 say("cancelled", id=context.id(), at=index)
@@ -143,6 +143,8 @@ async def main(options: argparse.Namespace) -> None:
             out: dict[str, Any] = {"token_ids": [72 + index % 20] * tokens, "index": 0}
             if behaviour == "flood":
                 out["log_probs"] = [-0.5] * 1000
+                if index % 1000 == 0:
+                    say("flooding", id=context.id(), at=index)
             if index == count - 1:
                 usage = {"prompt_tokens": len(prompt), "completion_tokens": count * tokens}
                 usage["total_tokens"] = sum(usage.values())
@@ -152,8 +154,6 @@ async def main(options: argparse.Namespace) -> None:
                 raise ValueError("this worker was asked to fail late")
             if behaviour == "slow":
                 await asyncio.sleep(0.1)
-        if behaviour == "flood":
-            say("flooded", id=context.id())
 
     await register_model(
         ModelInput.Tokens,

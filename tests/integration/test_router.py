@@ -301,11 +301,13 @@ def test_a_client_that_does_not_read_holds_up_nobody_else(scene: Scene) -> None:
     options = {"headers": {"x-dynamo-meta-behaviour": "flood"}, "nvext": _pin(flooding)}
     with scene.stack.stream("endless", max_tokens=1_048_576, receive_bytes=4096, **options) as chunks:
         next(chunks)
-        # Until everything between worker and client is full, and for a while after.
-        for number in range(40):
+        flooding.expect("flooding", at=1000)
+        # It stops when everything between worker and client is full.
+        until(lambda: flooding.silent("flooding"), "the worker waits for the client", 60.0, every_s=1.0)
+        for number in range(10):
             assert scene.ask(f"meanwhile {number}")[0] == 200
-            time.sleep(0.1)
-        assert flooding.silent("flooded"), "the client's buffers hold all of it: nothing was tested"
+        taken = max(said["at"] for said in flooding.said if said["kind"] == "flooding")
+        assert taken < 49_000, "all of it was taken: nothing was tested"
     flooding.expect("cancelled")
 
 
