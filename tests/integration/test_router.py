@@ -302,8 +302,13 @@ def test_a_client_that_does_not_read_holds_up_nobody_else(scene: Scene) -> None:
     with scene.stack.stream("endless", max_tokens=1_048_576, receive_bytes=4096, **options) as chunks:
         next(chunks)
         flooding.expect("flooding", at=1000)
-        # It stops when everything between worker and client is full.
-        until(lambda: flooding.silent("flooding"), "the worker waits for the client", 60.0, every_s=1.0)
+
+        def waits() -> bool:
+            flooding.silent("-")
+            time.sleep(1.0)
+            return flooding.silent("flooding")
+
+        until(waits, "everything between worker and client is full", 60.0)
         for number in range(10):
             assert scene.ask(f"meanwhile {number}")[0] == 200
         taken = max(said["at"] for said in flooding.said if said["kind"] == "flooding")
