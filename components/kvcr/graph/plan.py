@@ -406,6 +406,9 @@ class _Planner:
         if files:
             folder = str(self._site.topology(self._name(kind, index)))
             where = {"DYN_TOPOLOGY_ENABLED": "true", "DYN_TOPOLOGY_MOUNT_PATH": folder}
+            # Without it dynamo.vllm 1.6.1 ends as soon as its engine is up.
+            names = [path.rpartition("/")[2] for path in files]
+            where["DYN_KV_TRANSFER_DOMAIN"] = "rdma_domain" if "rdma_domain" in names else names[0]
         return ProcessPlan(
             name=self._name(kind, index),
             kind=kind,
