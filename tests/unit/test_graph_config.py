@@ -395,6 +395,7 @@ def test_topology_domains_are_files_for_each_worker_and_its_guard(
             continue
         expected = "rack-a" if process.name[-1] in "01" else "rack-b"
         folder = Path(process.env["DYN_TOPOLOGY_MOUNT_PATH"])
+        assert process.env["DYN_KV_TRANSFER_DOMAIN"] == "rdma_domain"
         assert process.files[str(folder / "rdma_domain")].strip() == expected
         for name, text in process.files.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
