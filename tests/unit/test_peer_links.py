@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcr.config import PeerRecord
-from kvcr.guard import peers
+from kvcr.guard import channels
 from kvcr.guard.peers import Peers
 
 ENDPOINT = "unix:///nowhere/peer.sock"
@@ -25,7 +25,7 @@ def test_a_peer_that_failed_is_tried_again_after_a_while_or_when_something_is_he
         tried.append(path)
         return Path(path).stat()
 
-    monkeypatch.setattr(peers, "connect_unix", connect)
+    monkeypatch.setattr(channels, "connect_unix", connect)
     known = Peers([])
     context: Any = SimpleNamespace(boot_id="boot", loop=None)
     reasons: list[str] = []
