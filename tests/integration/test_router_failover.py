@@ -42,7 +42,7 @@ class Pair:
         )
         self.workers: list[Worker] = at_once(*(partial(self.worker, number) for number in range(2)))
         stack.ready()
-        until(lambda: self.metric('kvcr_router_guards{state="standby"}') == 2, "the router knows both guards")
+        until(lambda: self.knows(standby=2), "the router knows both guards")
 
     def worker(self, number: int, name: str = "") -> Worker:
         guard = self.guards[number]
@@ -52,6 +52,14 @@ class Pair:
 
     def metric(self, name: str) -> float:
         return self.stack.metrics().get(name, 0.0)
+
+    def knows(self, ready: int | None = None, **guards: int) -> bool:
+        """Whether the router knows so many workers as ready, and so many guards in these states."""
+        metrics = self.stack.metrics()
+        right = ready is None or metrics.get('kvcr_router_workers{state="ready"}') == ready
+        return right and all(
+            metrics.get(f'kvcr_router_guards{{state="{state}"}}') == count for state, count in guards.items()
+        )
 
     def unreachable(self, worker: Worker) -> float:
         """Requests that were tried on a worker that was not there."""
@@ -152,8 +160,8 @@ def test_a_dead_worker_gets_no_request_and_its_sessions_read_its_pool_until_they
     back = pair.worker(0, "w0-again")
     pair.workers.append(back)
     assert back.worker_id != dead.worker_id
-    until(lambda: pair.metric('kvcr_router_workers{state="ready"}') == 2, "the router knows it", 40)
-    until(lambda: told(stack, "g0", "STANDBY"), "the hand-off is told")
+    until(lambda: told(stack, "g0", "STANDBY"), "the hand-off is told", 40)
+    until(lambda: pair.knows(ready=2, standby=2), "the router knows that it is back", 40)
     request, served = pair.turn(prompt_of("waits", turn=2))
     assert request["worker"] == back.name
     assert request.get("kv_hint") is None
@@ -189,10 +197,11 @@ def test_sessions_go_on_while_etcd_and_nats_are_away(pair: Pair, how: str) -> No
         else:
             stack.restart_servers()
     until(lambda: told(stack, "g0", "ACTIVE"), "the change of state is told", 40)
+    until(lambda: pair.knows(active=1), "the router heard of it", 40)
     back = pair.worker(0, "w0-again")
     pair.workers.append(back)
-    until(lambda: pair.metric('kvcr_router_workers{state="ready"}') == 2, "the router knows it", 60)
-    until(lambda: told(stack, "g0", "STANDBY"), "the hand-off is told")
+    until(lambda: told(stack, "g0", "STANDBY"), "the hand-off is told", 60)
+    until(lambda: pair.knows(ready=2, standby=2), "the router knows that it is back", 60)
     request, served = pair.turn(prompt_of("waits", turn=2))
     assert request["worker"] == back.name
     assert request.get("kv_hint") is None
