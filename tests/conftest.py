@@ -67,6 +67,17 @@ def leftovers(run: str) -> list[str]:
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_stays(run_id: str) -> Iterator[None]:
+    """What a module sets is not inherited by the processes of the next: a guard told of one network card by
+    the tests of another file fails for reasons that nobody finds."""
+    ours = ("KVCR_", "DYN_", "UCX_", "NIXL_", "ETCD_", "NATS_", "OTEL_")
+    before = dict(os.environ)
+    yield
+    changed = sorted({name for name, _ in before.items() ^ os.environ.items() if name.startswith(ours)})
+    assert not changed, f"left changed in the environment: {changed}"
+
+
 @pytest.fixture
 def shm_dir(run_id: str) -> Iterator[Path]:
     """A directory on tmpfs, for pools. It goes with the test, with what guards leave in it."""

@@ -46,9 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
         go_first(config.nice)
         _allow_descriptors()
         # After that: where engines keep every core busy, importing takes longer than attaching to the pool.
+        from kvcr.guard.addresses import set_ucx_devices
         from kvcr.guard.authority import Guard
 
         guard = Guard(config)
+        set_ucx_devices(guard.addresses.interface, os.environ)
     except (KvcrError, OSError) as error:
         print(f"kvcr.guard: {error}", file=sys.stderr)
         return 1 if not isinstance(error, KvcrError) or "Pool" in type(error).__name__ else 2

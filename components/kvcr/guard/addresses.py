@@ -170,7 +170,7 @@ def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> list[str]:
 def set_ucx_devices(interface: str, environment: MutableMapping[str, str]) -> None:
     """Have UCX use this interface, and the RDMA ports of the same card, unless ``UCX_NET_DEVICES`` is set.
 
-    Before UCX is loaded. An interface without IPv4 has UCX speak IPv6.
+    For the guard's own process, whose NIXL process inherits it. An interface without IPv4 has UCX speak IPv6.
     """
     if not interface:
         return

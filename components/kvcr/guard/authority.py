@@ -104,7 +104,6 @@ class Guard:
         self.secret = config.secret()
         self.place = addresses.here(boot_id())
         self.addresses = addresses.plan(config)
-        addresses.set_ucx_devices(self.addresses.interface, os.environ)
         self._plugin_entries = plugins.find()
         plugins.require_known(config.transport, self._plugin_entries)
         self.plugins: dict[str, plugins.Plugin] = {}
