@@ -68,14 +68,14 @@ def leftovers(run: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def environment_stays(run_id: str) -> Iterator[None]:
-    """What a module sets is not inherited by the processes of the next: a guard told of one network card by
-    the tests of another file fails for reasons that nobody finds."""
-    ours = ("KVCR_", "DYN_", "UCX_", "NIXL_", "ETCD_", "NATS_", "OTEL_")
+def environment_ends(run_id: str) -> Iterator[None]:
+    """What a module sets is not inherited by the processes of the next: a guard that was told of one network
+    card by the tests of another file fails for reasons that nobody finds."""
     before = dict(os.environ)
     yield
-    changed = sorted({name for name, _ in before.items() ^ os.environ.items() if name.startswith(ours)})
-    assert not changed, f"left changed in the environment: {changed}"
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

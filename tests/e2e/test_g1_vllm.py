@@ -69,7 +69,8 @@ def test_a_compaction_drops_blocks_that_only_engine_memory_has(agg: Agg) -> None
         assert time.monotonic() < deadline_s, "the pool does not evict the session's blocks"
         cached_blocks(agg, seed := seed + 1)
     eventually(lambda: places("G2") == 0, "the router knows that no pool has them")
-    assert places("G1") >= PROMPT_BLOCKS, "and that the engine's memory does"
+    # A lost message of the engine's is made up for within 12 s.
+    eventually(lambda: places("G1") >= PROMPT_BLOCKS, "and that the engine's memory does", 30)
     reply = kv.compaction(SESSION, keeps=KEPT * BLOCK_SIZE, wait_s=20.0)
     assert reply.decision == "invalidate", reply
     assert reply.result in ("done", "deferred"), reply
