@@ -246,7 +246,9 @@ async def test_a_nats_server_without_jetstream_is_told_and_keeps_nothing(
     own = Deployment(deployment.etcd_url, server.url, deployment.namespace, deployment.directory)
     try:
         async with state_changes(own.nats_url, own.namespace) as heard:
-            with own.guard() as guard, await attached(guard):
+            with own.guard() as guard:
+                await own.registered()
+                await attached(guard)
                 await eventually(lambda: states(heard) == ["EMPTY", "STANDBY"], "both are told")
                 assert "no JetStream" in guard.log_path.read_text()
     finally:
