@@ -147,6 +147,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
 def test_the_graph_comes_up_in_order_and_tells_where_everything_is(serve: Callable[..., Serve]) -> None:
     graph = serve()
     graph.wait_until_up()
+    # The file says so a moment before the terminal does.
+    graph.wait(lambda: "is up in" in graph.said)
     said = graph.said
     assert said.index("etcd  ") < said.index("guard-0  ") < said.index("frontend  ") < said.index("is up in")
     state = graph.state

@@ -61,6 +61,8 @@ def test_the_number_of_pins_is_bounded_and_ended_ones_make_room(tmp_path: Path) 
         assert held.pin(pool, str(number), keys(0), 10.0, 0.0) == (1, "")
     assert held.pin(pool, "one more", keys(0), 10.0, 0.0)[1]
     assert held.pin(pool, "one more", keys(0), 10.0, 10.0) == (1, "")
+    refusal = "its id has 257 characters, at most 256 are kept"
+    assert held.pin(pool, "x" * 257, keys(0), 10.0, 10.0) == (0, refusal)
 
 
 @given(

@@ -139,7 +139,7 @@ class EngineServer:
             except (PoolError, ConfigError, OSError) as error:
                 code, reason = "pool", str(error)
         if code or pool is None:
-            self._rarely.warning("engine %s rejected, %s: %s", hello.engine_id, code, reason)
+            self._rarely.warning("engine %.100s rejected, %s: %s", hello.engine_id, code, reason)
             connection.send(to_engine.encode(Rejected(code, reason)))
             connection.close_after_sending()
             return None
@@ -270,7 +270,9 @@ class EngineServer:
             return
         _, refusal = self._pins.pin(pool, message.pin_id, message.keys, message.ttl_s, time.monotonic())
         if refusal:
-            log.warning("pin %s of engine %s refused: %s", message.pin_id, self._seat.engine_id, refusal)
+            self._rarely.warning(
+                "pin %.100s of engine %s refused: %s", message.pin_id, self._seat.engine_id, refusal
+            )
 
 
 def _require_keys(keys: bytes) -> None:

@@ -13,6 +13,8 @@ from kvcr.pool import Pool
 MAX_PINS = 4096
 MAX_TTL_S = 24 * 3600.0
 
+MAX_ID_CHARACTERS = 256
+
 MAX_PINNED_FRACTION = 0.25
 """Of the pool: what pins may hold together, so that eviction always finds something."""
 
@@ -37,6 +39,8 @@ class Pins:
         self._expire(now_s)
         if not 0 < ttl_s <= MAX_TTL_S:
             return 0, f"ttl_s is {ttl_s:g}, it must be above 0 and at most {MAX_TTL_S:g}"
+        if len(pin_id) > MAX_ID_CHARACTERS:
+            return 0, f"its id has {len(pin_id)} characters, at most {MAX_ID_CHARACTERS} are kept"
         if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
             return 0, f"{MAX_PINS} pins are held"
         slots = np.unique(pool.lookup(keys).slots)
