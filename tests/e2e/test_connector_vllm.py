@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from kvcr.keys import KeySpace, extend_chain, pack_keys
+from kvcr.pool import PoolReader
 from tests.e2e.offline_engine import OfflineEngine
-from tests.e2e.processes import SHM, Child, start_guard
+from tests.e2e.processes import SHM, Child, eventually, start_guard
 from tests.e2e.tiny_model import BLOCK_SIZE, tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -42,6 +44,10 @@ class Side:
 
     def tokens(self, *prompts: list[int], **more: object) -> list[list[int]]:
         return [output["tokens"] for output in self.engine.generate(list(prompts), **more)]
+
+    def stored(self, text: list[int], blocks: int = PROMPT_BLOCKS) -> None:
+        """Wait for the blocks of a prompt in the pool: an answer does not wait for what it leaves behind."""
+        eventually(lambda: in_pool(self.pool, text) >= blocks, f"{blocks} blocks are stored")
 
     def cached(self, prompt: list[int], **more: object) -> int:
         return int(self.engine.generate([prompt], **more)[0]["cached"])
@@ -84,6 +90,7 @@ def test_what_one_engine_computed_another_pulls(sides: tuple[Side, Side]) -> Non
     text = prompt(1)
     (cold,) = a.engine.generate([text])
     assert cold["cached"] == 0
+    a.stored(text)
     (pulled,) = b.engine.generate([text])
     assert pulled["cached"] == PROMPT_BLOCKS * BLOCK_SIZE
     assert pulled["tokens"] == cold["tokens"]
@@ -95,15 +102,18 @@ def test_what_left_g1_comes_back_from_the_engines_own_pool(sides: tuple[Side, Si
     (cold,) = a.engine.generate([text], max_tokens=40)
     a.engine.reset_g1()
     longer = text + cold["tokens"]
+    # Decoded blocks are stored too, but for the last token, whose KV was never computed.
+    blocks = (len(longer) - 1) // BLOCK_SIZE
+    a.stored(longer, blocks)
     (restored,) = a.engine.generate([longer], max_tokens=8)
-    # Decoded blocks were stored too, but for the last token, whose KV was never computed.
-    assert restored["cached"] == (len(longer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert restored["cached"] == blocks * BLOCK_SIZE
 
 
 def test_an_explicit_source_of_a_request_is_asked(sides: tuple[Side, Side]) -> None:
     a, b = sides
     text = prompt(3)
     (cold,) = b.engine.generate([text])
+    b.stored(text)
     (pulled,) = a.engine.generate([text], params={"kvcr": {"sources": [{"endpoint": b.control}]}})
     assert (pulled["cached"], pulled["tokens"]) == (PROMPT_BLOCKS * BLOCK_SIZE, cold["tokens"])
 
@@ -113,9 +123,15 @@ def test_a_damaged_block_is_computed_again_and_the_answer_is_the_same(sides: tup
     text = prompt(4)
     (cold,) = a.engine.generate([text])
     a.engine.reset_g1()
+    a.stored(text)
     damage(a.pool, text, position=9)
     (restored,) = a.engine.generate([text])
     assert restored["tokens"] == cold["tokens"]
+    # What was computed in its place is a duplicate as long as the guard has not looked at the damaged one
+    # itself. Then it is the next request that stores it.
+    a.engine.reset_g1()
+    assert a.tokens(text) == [cold["tokens"]]
+    a.stored(text)
     a.engine.reset_g1()
     (again,) = a.engine.generate([text])
     assert (again["cached"], again["tokens"]) == (PROMPT_BLOCKS * BLOCK_SIZE, cold["tokens"])
@@ -171,11 +187,18 @@ def test_without_its_guard_an_engine_answers_all_the_same(sides: tuple[Side, Sid
     assert b.tokens(prompt(10)) == a.tokens(prompt(10))
 
 
+def in_pool(pool: Path, tokens: list[int]) -> int:
+    """Blocks of a prompt that the pool has."""
+    reader = PoolReader.open(pool)
+    try:
+        keys = extend_chain(KeySpace("dynamo", reader.layout.model).root(), tokens, BLOCK_SIZE)
+        return int((reader.lookup(pack_keys(keys)).slots >= 0).sum())
+    finally:
+        reader.close()
+
+
 def damage(pool: Path, tokens: list[int], position: int) -> None:
     """Flip bytes of one block in the pool, as bad memory would: nobody is told."""
-    from kvcr.keys import KeySpace, extend_chain
-    from kvcr.pool import PoolReader
-
     reader = PoolReader.open(pool)
     try:
         keys = extend_chain(KeySpace("dynamo", reader.layout.model).root(), tokens, BLOCK_SIZE)
