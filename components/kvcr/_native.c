@@ -208,6 +208,18 @@ done:
     return result;
 }
 
+// -1, with an IndexError set, when one of n slots is none of m.
+static int slots_inside(const int32_t *slots, Py_ssize_t n, Py_ssize_t m)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (slots[i] < 0 || slots[i] >= m) {
+            PyErr_Format(PyExc_IndexError, "slot %d is outside of %zd", (int)slots[i], m);
+            return -1;
+        }
+    }
+    return 0;
+}
+
 PyDoc_STRVAR(grant_doc,
 "grant(control: u64[m], owners: i32[m], slots: i32[n], out_generations: u64[n], owner: int) -> None\n\n"
 "Write the owner of slots the caller took from the free list, then their control words: GRANTED, generation\n"
@@ -234,12 +246,8 @@ static PyObject *native_grant(PyObject *self, PyObject *const *args, Py_ssize_t 
     Py_ssize_t m = v[0].len / 8, n = v[2].len / 4;
     if (same_count(v[1].len / 4, m, "owners") < 0 || same_count(v[3].len / 8, n, "out_generations") < 0)
         goto done;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (slots[i] < 0 || slots[i] >= m) {
-            PyErr_Format(PyExc_IndexError, "slot %d is outside of %zd", (int)slots[i], m);
-            goto done;
-        }
-    }
+    if (slots_inside(slots, n, m) < 0)
+        goto done;
     for (Py_ssize_t i = 0; i < n; i++) {
         generations[i] = load(&control[slots[i]]) & GENERATION_MASK;
         owners[slots[i]] = (int32_t)owner;
@@ -694,12 +702,8 @@ static PyObject *native_publish(PyObject *self, PyObject *const *args, Py_ssize_
         if (same_count(v[i].len / news[i].item, i == NEW_SUMS ? n * ranks : n, news[i].name) < 0)
             goto done;
     const int32_t *slots = v[SLOTS].buf;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (slots[i] < 0 || slots[i] >= m) {
-            PyErr_Format(PyExc_IndexError, "slot %d is outside of %zd", (int)slots[i], m);
-            goto done;
-        }
-    }
+    if (slots_inside(slots, n, m) < 0)
+        goto done;
     const uint64_t *generations = v[GENERATIONS].buf, *hashes = v[NEW_HASHES].buf, *sums = v[NEW_SUMS].buf;
     const uint32_t *positions = v[NEW_POSITIONS].buf;
     uint8_t *out = v[OUT].buf;

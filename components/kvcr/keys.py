@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcr.layout import Layout
+
 try:
     from kvcr import _chain
 except ImportError:  # built without a compiler
@@ -69,10 +71,11 @@ class KeySpace(msgspec.Struct, frozen=True):
         return BlockKey(hashlib.blake2b(parts, digest_size=KEY_BYTES, person=b"kvcr-root").digest())
 
 
-def probe_key(space: KeySpace, block_size: int) -> BlockKey:
-    """Key of the second block of a prompt that everybody knows: who computes another one, in the same space,
+def probe_key(namespace: str, layout: Layout) -> BlockKey:
+    """Key of the second block of a prompt that everybody knows, without a tenant: who computes another one
     names blocks differently, and finds none."""
-    return extend_chain(space.root(), list(range(2 * block_size)), block_size)[-1]
+    root = KeySpace(namespace, layout.model, layout.group).root()
+    return extend_chain(root, list(range(2 * layout.block_size)), layout.block_size)[-1]
 
 
 def model_identity(name: str, weights_fingerprint: str, weights_generation: int = 0) -> str:

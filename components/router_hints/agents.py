@@ -87,7 +87,7 @@ class Agents:
             actor=Actor(bus.publish, settings.namespace, name, metrics, orders),
             plans=plans,
         )
-        self._desk = desk
+        self.desk = desk
         self.replicas = Replicas(
             name,
             desk,
@@ -130,7 +130,7 @@ class Agents:
 
     def forget_guard(self, name: str) -> None:
         """The guard is gone: nothing arrives there any more."""
-        self._desk.arrivals.forget_guard(name)
+        self.desk.arrivals.forget_guard(name)
 
     def sessions_through(self, chains: Any) -> dict[str, dict[str, str]]:
         """Of each key in ``chains`` (position and hex) the session used last whose chain goes through it."""

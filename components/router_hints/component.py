@@ -303,13 +303,10 @@ class RouterComponent:
         """How far this router follows each guard, and whether it names blocks as the guard does."""
         known = {}
         for guard in self._guards.all():
-            space = guard.key_space("")
             known[guard.name] = {
                 "sequence": self._index.sequence(guard.name),
                 "blocks": self._index.blocks(guard.name),
-                "probe": probe_key(space, guard.layout.block_size).hex()
-                if space is not None and guard.layout is not None
-                else "",
+                "probe": probe_key(guard.namespace, guard.layout).hex() if guard.layout is not None else "",
             }
         return known
 
@@ -410,14 +407,12 @@ class RouterComponent:
             self._locations.kv_events(batch)
 
     def _worker_beside(self, guard: str) -> int:
-        known = self._guards.get(guard)
-        rank = self._workers.rank_at(known.endpoint) if known is not None else None
+        rank = self._agents.desk.engine_beside(guard)
         return rank[0] if rank is not None else 0
 
     def _guard_beside(self, worker_id: int, rank: int | None = None) -> str:
-        card = self._workers.card(worker_id)
-        found = self._guards.beside(card, card.first_rank if rank is None else rank)
-        return found.name if found is not None else ""
+        first = self._workers.card(worker_id).first_rank
+        return self._agents.desk.guard_beside((worker_id, first if rank is None else rank))
 
     def _render(self) -> str:
         """Metrics text; gauges are read off now. Called from a thread of the runtime."""

@@ -89,7 +89,7 @@ async def _check_members(fleet: Fleet) -> list[Check]:
     known = [record for record in records if record.name in answers]
     return [
         members,
-        check_clocks({**answers}, asked_s, answered_s, {**routers}, routers_s),
+        check_clocks(answers, asked_s, answered_s, routers, routers_s),
         check_versions({**answers, **routers}),
         check_keys(known, answers, routers),
         await _check_lag(fleet, known),
@@ -142,8 +142,7 @@ def check_keys(records: list[InstanceRecord], guards: Answers, routers: Answers)
         theirs = guards[record.name].get("engine", {}).get("probe", "")
         if record.layout is None or not theirs:
             continue
-        space = KeySpace(record.engine_namespace, record.model, record.layout.group)
-        ours = probe_key(space, record.block_size).hex()
+        ours = probe_key(record.engine_namespace, record.layout).hex()
         compared += 1
         if theirs != ours:
             differ.append(f"guard {record.name} and its engine, this command")

@@ -21,7 +21,7 @@ from kvcr.client.link import GuardLink, Session
 from kvcr.client.mapping import PoolMapping, map_directory
 from kvcr.config import EngineConfig
 from kvcr.errors import Refused
-from kvcr.keys import KEY_BYTES, KeySpace, probe_key
+from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
 from kvcr.protocol import engine as msg
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
@@ -80,7 +80,7 @@ class SchedulerHandle:
                 os.getpid(),
                 layout,
                 config.namespace,
-                probe_key(KeySpace(config.namespace, layout.model, layout.group), layout.block_size),
+                probe_key(config.namespace, layout),
             ),
             attach=lambda welcome, previous: map_directory(welcome, layout, previous),
         )

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping, MutableMapping
 
 from kvcr.dynamo.etcd import endpoints_from_environment
+from kvcr.guard.addresses import is_loopback
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,11 +35,4 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
 
 def _on_this_host(environment: Mapping[str, str]) -> bool:
     places = [part.rpartition("://")[2] for part in endpoints_from_environment(environment).split(",")]
-    return all(_is_loopback(place.rpartition(":")[0].strip("[]")) for place in places)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return all(is_loopback(place.rpartition(":")[0]) for place in places)

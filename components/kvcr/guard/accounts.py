@@ -22,10 +22,7 @@ class Accounts:
 
     def pulled(self, active: Active, source: int, count: int, transport: str) -> None:
         """Blocks that arrived from a source."""
-        self._meters.pulled_blocks.inc(count, transport=transport)
-        self._meters.pulled_bytes.inc(count * active.block_bytes, transport=transport)
-        link = active.links[source]
-        self._meters.peer_pulled_bytes.inc(count * active.block_bytes, peer=link.label)
+        self._meters.count_pulled(active.links[source].label, transport, count, count * active.block_bytes)
         account = active.account(source)
         account.blocks += count
         account.transport = transport

@@ -46,7 +46,7 @@ from kvcr.guard.tombstones import Tombstones
 from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
 from kvcr.guard.view import GuardState
-from kvcr.keys import KEY_BYTES, KeySpace, probe_key
+from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
@@ -641,8 +641,7 @@ class Guard:
         """See :func:`kvcr.keys.probe_key`; an attached engine computes the same, or was refused."""
         if self.layout is None or not self.seat.namespace:
             return ""
-        space = KeySpace(self.seat.namespace, self.layout.model, self.layout.group)
-        return probe_key(space, self.layout.block_size).hex()
+        return probe_key(self.seat.namespace, self.layout).hex()
 
     def inspect(self, keys: bytes) -> dict[str, Any]:
         """JSON-ready facts about blocks, see :meth:`kvcr.guard.view.GuardView.inspect`."""

@@ -21,7 +21,7 @@ from kvcr.guard.rarely import Rarely
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Member, Seat
 from kvcr.guard.tracing import RequestTraces
-from kvcr.keys import KEY_BYTES, KeySpace, probe_key
+from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
@@ -115,13 +115,11 @@ class EngineServer:
         pool: Pool | None = None
         if hello.version != VERSION:
             code, reason = "version", f"engine protocol {hello.version}, this guard speaks {VERSION}"
-        elif hello.probe and hello.probe != self._probe(hello):
-            code, reason = (
-                "keys",
-                (
-                    f"engine and guard compute other block keys for namespace {hello.namespace!r} and model "
-                    f"{hello.layout.model!r}: they are of releases that do not fit"
-                ),
+        elif hello.probe and hello.probe != probe_key(hello.namespace, hello.layout):
+            code = "keys"
+            reason = (
+                f"engine and guard compute other block keys for namespace {hello.namespace!r} and model "
+                f"{hello.layout.model!r}: they are of releases that do not fit"
             )
         elif not 0 <= hello.rank < hello.layout.ranks:
             code, reason = "layout", f"rank {hello.rank} is outside of 0..{hello.layout.ranks - 1}"
@@ -166,11 +164,6 @@ class EngineServer:
         if hello.role is Role.SCHEDULER:
             self._g1.attached()
         return member
-
-    @staticmethod
-    def _probe(hello: Hello) -> bytes:
-        space = KeySpace(hello.namespace, hello.layout.model, hello.layout.group)
-        return probe_key(space, hello.layout.block_size)
 
     def hung_up(self, member: Member) -> None:
         """The connection of a seated process closed."""

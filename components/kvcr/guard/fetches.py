@@ -329,13 +329,11 @@ class Fetches:
             self._sharing.claim(active)
             self._advance(active)
 
-    # --- asking sources ---------------------------------------------------------------------------
-
     def _advance_if_active(self, active: Active) -> None:
         if not active.over:
             self._advance(active)
 
-    # --- telling ----------------------------------------------------------------------------------
+    # --- its end ----------------------------------------------------------------------------------
 
     def _expire(self, active: Active) -> None:
         """The deadline: what is under way ends within its step, but is not waited for."""

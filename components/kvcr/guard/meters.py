@@ -143,3 +143,9 @@ class Meters:
                 moved.inc(0, transport=transport)
         for result in ("ok", "partial", "none"):
             self.fetches.inc(0, result=result)
+
+    def count_pulled(self, peer: str, transport: str, blocks: int, nbytes: int) -> None:
+        """Blocks that arrived from a peer."""
+        self.pulled_blocks.inc(blocks, transport=transport)
+        self.pulled_bytes.inc(nbytes, transport=transport)
+        self.peer_pulled_bytes.inc(nbytes, peer=peer)

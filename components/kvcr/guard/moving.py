@@ -78,15 +78,11 @@ class Moving:
                 return
             link = active.links[move.source]
             transport = link.transport
-            if transport is None:
+            overloaded = isinstance(transport, NixlTransport) and transport.overloaded
+            if transport is None or overloaded:
                 gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
                 pull.moved(move.indices, gone, now_s)
-                active.source_failed(move.source, link.reason)
-                continue
-            if isinstance(transport, NixlTransport) and transport.overloaded:
-                gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
-                pull.moved(move.indices, gone, now_s)
-                active.source_failed(move.source, OVERLOADED)
+                active.source_failed(move.source, OVERLOADED if overloaded else link.reason)
                 continue
             if active.handover is not None and isinstance(transport, ShmTransport) and link.in_place:
                 self._handing.in_place(active, move, transport)

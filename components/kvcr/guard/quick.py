@@ -175,9 +175,7 @@ class QuickPulls:
         for link, all_found in read.items():
             slots = np.concatenate([found.slots for found in all_found])
             generations = np.concatenate([found.generations for found in all_found])
-            meters.pulled_blocks.inc(len(slots), transport=name)
-            meters.pulled_bytes.inc(len(slots) * block_bytes, transport=name)
-            meters.peer_pulled_bytes.inc(len(slots) * block_bytes, peer=link.label)
+            meters.count_pulled(link.label, name, len(slots), len(slots) * block_bytes)
             for start in range(0, len(slots), MAX_BLOCKS_PER_MESSAGE):
                 used = slots[start : start + MAX_BLOCKS_PER_MESSAGE]
                 link.release(

@@ -462,8 +462,8 @@ class Pool(Holds):
         left = len(self._free) + len(self._cooling) - count
         if left >= self._marks.low or not self._ready:
             return
-        victims = as_slots(self.policy.victims(self._resident(now_s), self._marks.high - left, now_s))
-        victims = self._in_state(np.unique(as_slots(victims)), SlotState.READY)
+        chosen = self.policy.victims(self._resident(now_s), self._marks.high - left, now_s)
+        victims = self._in_state(np.unique(as_slots(chosen)), SlotState.READY)
         self.evict(victims[~self._held(victims, now_s)], now_s, "space")
 
     def _resident(self, now_s: float) -> Resident:
