@@ -82,7 +82,8 @@ class Pair:
             lambda: sum(self.stack.metrics(name).get(booked, 0.0) for name in ROUTERS) > before,
             "the long request is booked",
         )
-        time.sleep(0.3)
+        # The other router is told of the booking, and load that lasts is more than a spike.
+        time.sleep(1.0)
         yield
         connection.close()
 
@@ -148,6 +149,9 @@ def test_a_router_that_is_killed_leaves_its_sessions_and_its_plans_to_the_other(
         for harness in kv.values():
             until(lambda harness=harness, n=n: harness.session(f"kept{n}"), "both know the session")
         kv["router"].next_turn(f"kept{n}", starts_in_s=300.0, signal_id=f"k{n}")
+    for n in range(4):
+        # What is said is on its way for a moment; what a dead router did not get out is lost.
+        until(lambda n=n: kv["router-2"].session(f"kept{n}").announced, "the other was told of the turn")
     pair.routers["router"].kill()
     until(lambda: pair.heard("router-2") == 1, "the survivor notices", 30)
     # The frontend still lists the dead one for a while, and tries it; the other half is served.
