@@ -81,7 +81,7 @@ def _print_plan(plan: Plan) -> None:
     print(f"# graph {plan.graph.name}, namespace {plan.namespace}, model {plan.model}")
     for server in plan.servers:
         how = "external" if server.external else "started here"
-        print(f"\n# {server.kind.value.lower()}: {server.url} ({how})")
+        print(f"\n# {server.name}: {server.url} ({how})")
     shared = _shared([process.env for process in plan.processes])
     print("\n# environment of every process")
     for name, value in sorted(shared.items()):

@@ -10,27 +10,21 @@ guards go after their engines, servers last. A second signal skips the graces.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
-import json
 import os
-import re
 import select
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from kvcr.errors import KvcrError
-from kvcr.graph import infra, processes, runs
+from kvcr.graph import infra, probes, processes, runs
 from kvcr.graph.config import Kind, Restart
-from kvcr.graph.plan import WAVES, Plan, ProcessPlan, ServerPlan, check_reachable
+from kvcr.graph.members import Member, Server, State
+from kvcr.graph.plan import WAVES, Plan, check_reachable
 from kvcr.graph.ports import PortBook
 from kvcr.graph.site import RunPaths
 
@@ -45,16 +39,13 @@ _REAP_TIMEOUT_S = 1.0
 _POLL_S = 0.2
 _QUIET_POLL_S = 2.0
 """While everything runs: the end of a child ends the sleep anyway."""
-_PROBE_TIMEOUT_S = 1.0
 _MAX_PROBE_EVERY_S = 2.0
 """Dynamo logs an error for each health check before it is ready."""
 _MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0
 _SERVER_RESTART_TIMEOUT_S = 5.0
 _MODEL_SERVED_TIMEOUT_S = 60.0
-_LOG_TAIL = 2500
 _INSTANCES = (Kind.WORKER, Kind.ROUTER)
-_INSTANCE_ID = re.compile(rb'^dynamo_component_[^\n]*worker_id="([0-9a-f]+)"', re.MULTILINE)
 
 
 class GraphFailed(KvcrError):
@@ -63,33 +54,6 @@ class GraphFailed(KvcrError):
 
 class _Stopped(Exception):
     """A signal arrived while starting."""
-
-
-class State(enum.StrEnum):
-    """Of one process, as ``graph.json`` shows it."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting to restart"
-    ENDED = "ended"
-
-
-@dataclass
-class Member:
-    """One process of the graph over all its incarnations."""
-
-    plan: ProcessPlan
-    child: processes.Child | None = None
-    state: State = State.ENDED
-    restarts: int = 0
-    restart_at_s: float = 0.0
-    probe_at_s: float = 0.0
-    failures_in_row: int = 0
-    announced: dict[str, Any] = field(default_factory=dict)
-    shared_memory: set[Path] = field(default_factory=set)
-    """What the running incarnation and its children had mapped when it was ready."""
-    instance: str | None = None
-    """Dynamo instance id of the running incarnation in hex, which is its etcd lease too."""
 
 
 class Launcher:
@@ -101,8 +65,7 @@ class Launcher:
         self._ports = ports
         self._report = report
         self._members = [Member(process) for process in plan.processes]
-        self._servers: dict[Kind, infra.Server] = {}
-        self._server_restarts: dict[Kind, int] = {}
+        self._servers = [Server(server) for server in plan.servers]
         self._forgetting: list[processes.Child] = []
         self._signals = 0
         self._phase = "starting"
@@ -131,7 +94,7 @@ class Launcher:
 
     def _start(self) -> None:
         self._save()
-        for server in self._plan.servers:
+        for server in self._servers:
             self._start_server(server, infra.START_TIMEOUT_S)
         for wave in WAVES:
             wanted = [member for member in self._members if member.plan.kind in wave]
@@ -160,8 +123,8 @@ class Launcher:
         for member in self._members:
             if member.child is not None and (code := member.child.exit_code) is not None:
                 raise GraphFailed(
-                    f"{member.plan.name} ended with {_exit_words(code)} while the graph was starting; "
-                    f"the end of {member.child.log}:\n{_tail(member.child.log)}"
+                    f"{member.plan.name} ended with {probes.exit_words(code)} while the graph was starting; "
+                    f"the end of {member.child.log}:\n{probes.tail(member.child.log)}"
                 )
         waiting = [member for member in members if not self._probe(member)]
         return not waiting
@@ -173,7 +136,7 @@ class Launcher:
         tokenizer included (observed in 1.6.1): so being listed says nothing.
         """
         self._all_ready(())
-        if _refuses_well(f"{self._plan.url}/chat/completions", self._plan.served_model):
+        if probes.refuses_well(f"{self._plan.url}/chat/completions", self._plan.served_model):
             return True
         if time.monotonic() > deadline_s:
             raise GraphFailed(
@@ -183,22 +146,21 @@ class Launcher:
             )
         return False
 
-    def _start_server(self, server: ServerPlan, timeout_s: float) -> None:
-        name = server.kind.value.lower()
-        if server.external:
-            check_reachable(server)
-            self._report(f"{name:<12} ready  external  {server.url}")
+    def _start_server(self, server: Server, timeout_s: float) -> None:
+        plan = server.plan
+        if plan.external:
+            check_reachable(plan)
+            self._report(f"{plan.name:<12} ready  external  {plan.url}")
             return
         since_s = time.monotonic()
-        data, log = self._paths.run_dir / name, self._paths.logs / f"{name}.log"
-        self._ports.release(server.port)
-        if server.kind is Kind.ETCD:
-            running = infra.start_etcd(data, log, port=server.port, timeout_s=timeout_s)
+        data, log = self._paths.run_dir / plan.name, self._paths.logs / f"{plan.name}.log"
+        self._ports.release(plan.port)
+        if plan.kind is Kind.ETCD:
+            server.running = infra.start_etcd(data, log, port=plan.port, timeout_s=timeout_s)
         else:
-            config = Path(server.config) if server.config else None
-            running = infra.start_nats(data, log, config=config, port=server.port, timeout_s=timeout_s)
-        self._servers[server.kind] = running
-        self._report(f"{name:<12} ready  {_seconds(since_s):>8}  {server.url}")
+            config = Path(plan.config) if plan.config else None
+            server.running = infra.start_nats(data, log, config=config, port=plan.port, timeout_s=timeout_s)
+        self._report(f"{plan.name:<12} ready  {_seconds(since_s):>8}  {plan.url}")
         self._save()
 
     def _spawn(self, member: Member) -> None:
@@ -222,8 +184,10 @@ class Launcher:
         if time.monotonic() < member.probe_at_s:
             return False
         member.probe_at_s = time.monotonic() + min(_MAX_PROBE_EVERY_S, 0.05 * age_s)
-        announced = _ready_line(child) if plan.health_url is None else None
-        if announced is not None or (plan.health_url is not None and _get(plan.health_url) is not None):
+        announced = probes.ready_line(child) if plan.health_url is None else None
+        if announced is not None or (
+            plan.health_url is not None and probes.page(plan.health_url) is not None
+        ):
             member.announced = announced or {}
             member.state = State.READY
             member.shared_memory = processes.shared_memory_of(self._sessions([child]))
@@ -238,16 +202,15 @@ class Launcher:
             raise GraphFailed(
                 f"{plan.name} was not ready within {plan.start_timeout_s:g} s "
                 f"({plan.kind.value}.ServiceArgs.start-timeout-s); the end of {child.log}:\n"
-                f"{_tail(child.log)}"
+                f"{probes.tail(child.log)}"
             )
         return False
 
     def _identify(self, member: Member) -> None:
-        """Learn the instance id of a Dynamo component, which labels its metrics once it serves."""
+        """Learn the instance id of a Dynamo component."""
         plan = member.plan
         if plan.kind in _INSTANCES and member.instance is None and plan.metrics is not None:
-            found = _INSTANCE_ID.search(_get(plan.metrics) or b"")
-            member.instance = found[1].decode() if found else None
+            member.instance = probes.instance_of(plan.metrics)
 
     # -- watching ------------------------------------------------------------------------------------
 
@@ -259,31 +222,31 @@ class Launcher:
         )
 
     def _watch(self) -> None:
-        for server in self._plan.servers:
+        for server in self._servers:
             self._watch_server(server)
         for member in self._members:
             self._watch_member(member)
         self._forgetting = [child for child in self._forgetting if child.exit_code is None]
         self._reap()
 
-    def _watch_server(self, server: ServerPlan) -> None:
-        running = self._servers.get(server.kind)
+    def _watch_server(self, server: Server) -> None:
+        plan, running = server.plan, server.running
         if running is None or running.exit_code is None:
             return
-        component = self._plan.graph.get(server.kind)
+        component = self._plan.graph.get(plan.kind)
         policy = component.service.restart if component is not None else Restart.NO
-        name = server.kind.value.lower()
+        ended = f"{plan.name} ended with {probes.exit_words(running.exit_code)}"
         if not _restarts(policy, running.exit_code):
-            self._report(f"{name} ended with {_exit_words(running.exit_code)}; the graph goes on without it")
-            del self._servers[server.kind]
+            self._report(f"{ended}; the graph goes on without it")
+            server.running = None
             self._save()
             return
-        self._report(f"{name} ended with {_exit_words(running.exit_code)}, restarting it")
-        self._server_restarts[server.kind] = self._server_restarts.get(server.kind, 0) + 1
+        self._report(f"{ended}, restarting it")
+        server.restarts += 1
         try:
             self._start_server(server, _SERVER_RESTART_TIMEOUT_S)
         except infra.InfraError as error:
-            self._report(f"{name} did not come back, trying again: {error}")
+            self._report(f"{plan.name} did not come back, trying again: {error}")
 
     def _watch_member(self, member: Member) -> None:
         child, now = member.child, time.monotonic()
@@ -313,7 +276,7 @@ class Launcher:
         if not _restarts(member.plan.restart, code):
             member.state = State.ENDED
             self._report(
-                f"{member.plan.name} ended with {_exit_words(code)}; not restarted "
+                f"{member.plan.name} ended with {probes.exit_words(code)}; not restarted "
                 f"({member.plan.kind.value}.ServiceArgs.restart is {member.plan.restart.value})"
             )
         else:
@@ -321,7 +284,7 @@ class Launcher:
             member.failures_in_row += 1
             member.state, member.restart_at_s = State.WAITING, now + delay_s
             when = f"in {delay_s:g} s" if delay_s else "now"
-            self._report(f"{member.plan.name} ended with {_exit_words(code)}, restarting it {when}")
+            self._report(f"{member.plan.name} ended with {probes.exit_words(code)}, restarting it {when}")
         self._save()
 
     def _clean_up_after(self, member: Member, child: processes.Child) -> None:
@@ -365,14 +328,16 @@ class Launcher:
         deadline_s = time.monotonic() + FORGET_GRACE_S
         while any(child.exit_code is None for child in self._forgetting) and time.monotonic() < deadline_s:
             self._sleep(0.05)
-        for running in reversed(self._servers.values()):
-            running.stop(SERVER_GRACE_S)
+        for server in reversed(self._servers):
+            if server.running is not None:
+                server.running.stop(SERVER_GRACE_S)
         self._kill(process.pid for process in processes.descendants(os.getpid()))
         self._reap()
         for member in self._members:
             member.state = State.ENDED
         self._phase = "stopped"
-        self._servers.clear()
+        for server in self._servers:
+            server.running = None
         self._save()
         self._report(f"graph {self._plan.graph.name} is gone; logs stay in {self._paths.logs}")
 
@@ -417,7 +382,8 @@ class Launcher:
 
     def _reap(self) -> None:
         """Collect whatever ended: our own children by asking for their exit code, adopted ones here."""
-        owned: list[processes.Child | infra.Server] = [*self._forgetting, *self._servers.values()]
+        owned: list[processes.Child | infra.Server] = [*self._forgetting]
+        owned += [server.running for server in self._servers if server.running is not None]
         owned += [member.child for member in self._members if member.child is not None]
         running = {child.pid for child in owned if child.exit_code is None}
         processes.reap_orphans(running)
@@ -442,55 +408,15 @@ class Launcher:
                 pass
 
     def _save(self) -> None:
-        runs.write_state(self._paths, self._state())
-
-    def _state(self) -> dict[str, Any]:
-        plan = self._plan
-        components: list[dict[str, Any]] = []
-        for server in plan.servers:
-            running = self._servers.get(server.kind)
-            name = server.kind.value.lower()
-            up = server.external or running is not None
-            components.append(
-                {
-                    "name": name,
-                    "component": server.kind.value,
-                    "state": State.READY.value if up else State.ENDED.value,
-                    "pid": running.pid if running else None,
-                    "ports": {"client": server.port} if server.port else {},
-                    "urls": {"client": server.url, **({"monitor": running.monitor_url} if running else {})},
-                    "metrics": f"{running.monitor_url}/metrics" if running and name == "etcd" else None,
-                    "log": None if server.external else str(self._paths.logs / f"{name}.log"),
-                    "restarts": self._server_restarts.get(server.kind, 0),
-                }
-            )
-        for member in self._members:
-            process, child = member.plan, member.child
-            alive = child is not None and member.state in (State.STARTING, State.READY)
-            components.append(
-                {
-                    "name": process.name,
-                    "component": process.kind.value,
-                    "state": member.state.value,
-                    "pid": child.pid if child is not None and alive else None,
-                    "ports": dict(process.ports),
-                    "urls": dict(process.urls),
-                    "metrics": process.metrics,
-                    "control": process.control,
-                    "instance": member.instance,
-                    "log": str(self._paths.logs / f"{process.name}.log"),
-                    "restarts": member.restarts,
-                    "announced": member.announced,
-                    "argv": list(process.argv),
-                }
-            )
-        return {
+        plan, logs = self._plan, self._paths.logs
+        parts: list[Server | Member] = [*self._servers, *self._members]
+        state = {
             "graph": plan.graph.name,
             "id": self._paths.run_id,
             "state": self._phase,
             "pid": os.getpid(),
             "run_dir": str(self._paths.run_dir),
-            "logs": str(self._paths.logs),
+            "logs": str(logs),
             "pools": str(self._paths.pools),
             "secret_file": str(self._paths.secret),
             "namespace": plan.namespace,
@@ -499,58 +425,13 @@ class Launcher:
             "etcd": plan.etcd,
             "nats": plan.nats,
             "url": plan.url,
-            "components": components,
+            "components": [part.shown(logs) for part in parts],
         }
+        runs.write_state(self._paths, state)
 
 
 def _restarts(policy: Restart, exit_code: int) -> bool:
     return policy is Restart.ALWAYS or (policy is Restart.ON_FAILURE and exit_code != 0)
-
-
-def _get(url: str) -> bytes | None:
-    """Body of a 200 answer, None for anything else."""
-    try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as response:
-            return bytes(response.read()) if response.status == 200 else None
-    except (urllib.error.URLError, OSError, ValueError):
-        return None
-
-
-def _refuses_well(url: str, model: str | None) -> bool:
-    """Whether a chat without messages is refused as such (400), so that one with messages would be served."""
-    body = json.dumps({"model": model, "messages": []}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=_PROBE_TIMEOUT_S) as response:
-            return bool(response.status == 200)
-    except urllib.error.HTTPError as error:
-        return error.code == 400
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _ready_line(child: processes.Child) -> dict[str, Any] | None:
-    for line in child.output().splitlines():
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                announced = json.loads(line)
-                if isinstance(announced, dict) and announced.get("ready") is True:
-                    return announced
-    return None
-
-
-def _exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
-
-
-def _tail(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        return log.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
-    return ""
 
 
 def _seconds(since_s: float) -> str:

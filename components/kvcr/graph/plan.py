@@ -59,6 +59,11 @@ class ServerPlan:
     config: str | None = None
 
     @property
+    def name(self) -> str:
+        """Of the server: its log, its directory, its host name in a container network."""
+        return self.kind.value.lower()
+
+    @property
     def external(self) -> bool:
         return self.port == 0
 
