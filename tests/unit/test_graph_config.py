@@ -14,7 +14,8 @@ import pytest
 from kvcr.dynamo.topology import read_topology
 from kvcr.errors import ConfigError
 from kvcr.graph.config import Kind, Restart, load_graph, parse_graph, render_flags
-from kvcr.graph.plan import Plan, ProcessPlan, make_plan
+from kvcr.graph.plan import Plan, ProcessPlan
+from kvcr.graph.planning import make_plan
 from kvcr.graph.ports import PortBook
 from kvcr.graph.site import LocalSite, RunPaths
 

@@ -12,7 +12,7 @@ import pytest
 from kvcr.errors import ConfigError
 from kvcr.graph import legacy
 from kvcr.graph.config import Kind, load_graph
-from kvcr.graph.plan import make_plan
+from kvcr.graph.planning import make_plan
 from kvcr.graph.ports import PortBook
 from kvcr.graph.site import LocalSite, RunPaths
 

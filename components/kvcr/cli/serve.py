@@ -15,7 +15,8 @@ from kvcr.errors import ConfigError
 from kvcr.graph import models, runs
 from kvcr.graph.config import Kind, load_graph
 from kvcr.graph.launcher import Launcher
-from kvcr.graph.plan import Plan, make_plan
+from kvcr.graph.plan import Plan
+from kvcr.graph.planning import make_plan
 from kvcr.graph.ports import PortBook
 from kvcr.graph.site import LocalSite
 

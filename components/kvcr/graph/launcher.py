@@ -23,8 +23,9 @@ from types import FrameType
 from kvcr.errors import KvcrError
 from kvcr.graph import infra, probes, processes, runs
 from kvcr.graph.config import Kind, Restart
+from kvcr.graph.external import check_reachable
 from kvcr.graph.members import Member, Server, State
-from kvcr.graph.plan import WAVES, Plan, check_reachable
+from kvcr.graph.plan import WAVES, Plan
 from kvcr.graph.ports import PortBook
 from kvcr.graph.site import RunPaths
 

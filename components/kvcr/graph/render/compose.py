@@ -9,7 +9,8 @@ from typing import Any
 
 from kvcr.errors import ConfigError
 from kvcr.graph.config import Graph, Kind
-from kvcr.graph.plan import Plan, ProcessPlan, make_plan
+from kvcr.graph.plan import Plan, ProcessPlan
+from kvcr.graph.planning import make_plan
 from kvcr.graph.render.site import CACHE, ContainerSite, pool_bytes, tmpfs_mib
 from kvcr.graph.site import ETCD_PORT
 

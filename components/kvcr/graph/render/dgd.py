@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvcr.graph.config import Component, Graph, Kind, ServiceArgs
-from kvcr.graph.plan import ProcessPlan, make_plan
+from kvcr.graph.plan import ProcessPlan
+from kvcr.graph.planning import make_plan
 from kvcr.graph.render.compose import POOLS, RUN, USER
 from kvcr.graph.render.site import CACHE, ContainerSite, pool_bytes, tmpfs_mib
 

@@ -9,7 +9,7 @@ from kvcr.config import parse_size
 from kvcr.errors import ConfigError
 from kvcr.graph import models
 from kvcr.graph.config import Graph, Kind
-from kvcr.graph.plan import DEFAULT_POOL_BYTES
+from kvcr.graph.planning import DEFAULT_POOL_BYTES
 from kvcr.graph.site import Site
 
 ANY = "0.0.0.0"
