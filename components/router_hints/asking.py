@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcr.dynamo.environment import silence_runtime
 from router_hints.explain import replay, tell
 
 _WAIT_S = 10.0
@@ -41,6 +42,7 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
     if options.log:
         entries = _from_log(options.log, options.request, options.last)
     else:
+        silence_runtime()
         try:
             entries = asyncio.run(_from_routers(options, environment))
         except Exception as error:  # noqa: BLE001, the runtime raises plain ones

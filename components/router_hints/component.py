@@ -43,6 +43,7 @@ from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
 from router_hints.placement import Placement
 from router_hints.plans import NoWorker
 from router_hints.settings import RouterSettings
+from router_hints.tenants import header_of
 from router_hints.underway import Underway
 from router_hints.workers import WorkerTable
 
@@ -290,6 +291,7 @@ class RouterComponent:
         answer: dict[str, Any] = {
             "router": self._name,
             "mode": self._orders.mode.value,
+            "tenant_header": header_of(self._settings.tenant_key),
             "workers": workers,
             "hot": hot,
         }

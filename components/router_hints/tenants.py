@@ -34,6 +34,11 @@ def metadata_key(header: str) -> str:
     return name.removeprefix(HEADER_PREFIX)
 
 
+def header_of(key: str) -> str:
+    """The header of :func:`metadata_key`; empty for none."""
+    return f"{HEADER_PREFIX}{key}" if key else ""
+
+
 def of_tenant(request: dict[str, Any], metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     """The request with its tenant's salt, and the client's below it; as it is when ``key`` is empty.
 

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from deployment import Deployment, deployment
+from deployment import Deployment, runtime
 from engine_client import EngineClient, GuardProcess, chain
-
-__all__ = ["deployment"]
+from waiting import eventually
 
 COMPONENTS = Path(__file__).parents[2] / "components"
 
@@ -32,14 +34,18 @@ class Cli:
         }
 
     def __call__(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        """What went wrong is all that may be on stderr, whatever Dynamo's runtime would like to say."""
+        done = subprocess.run(
             [sys.executable, "-m", "kvcr.cli", *words],
-            env={**self._environment, **environment},
+            env={**self._environment, "DYN_LOG": "info", **environment},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
+        said = [line for line in done.stderr.splitlines() if not line.startswith(f"kvcr {words[0]}: ")]
+        assert said == [], done.stderr
+        return done
 
 
 @pytest.fixture
@@ -99,9 +105,56 @@ async def test_a_stopped_guard_is_told_and_fails_the_command(
     finally:
         guards[0].process.send_signal(18)
     assert done.returncode == 1
-    assert "guard g0 did not answer within 5 s" in done.stdout
+    assert "guard g0 did not answer within 5 s" in done.stderr
+    assert "no answer" in done.stdout
     assert "EMPTY" in done.stdout, "the other one is still shown"
     assert "waiting for guards" in done.stderr
+
+
+@pytest.fixture
+async def routers(deployment: Deployment, runtimes_end: None) -> AsyncIterator[str]:
+    """One that answers, and one that is registered, takes connections and says nothing: its address."""
+
+    async def status(_: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"router": "router-1", "mode": "on", "workers": {}, "hot": []}
+
+    prefix = f"v1/instances/{deployment.namespace}/router/status/"
+    endpoint = runtime(deployment).endpoint(f"{deployment.namespace}.router.status")
+    serving = asyncio.ensure_future(endpoint.serve_endpoint(status))
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        async with await deployment.etcd() as etcd:
+
+            async def registered() -> list[Any]:
+                return (await etcd.get_prefix(prefix)).values
+
+            (entry,) = await eventually(registered, "the router registers")
+            record = json.loads(entry.value)
+            record |= {"instance_id": 0xDEAF, "transport": {"tcp": f"{address}/deaf/router/status"}}
+            await etcd.put(f"{prefix}deaf", json.dumps(record).encode())
+        yield address
+    serving.cancel()
+
+
+async def test_a_router_that_does_not_answer_is_told_with_its_address(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], routers: str
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    calls = (("status",), ("status", "--json"), ("mode",), ("doctor", "--json"))
+    shown, as_json, mode, doctor = await asyncio.gather(*(asyncio.to_thread(cli, *words) for words in calls))
+    assert shown.returncode == as_json.returncode == mode.returncode == 1
+    table = {line.split()[0]: line for line in shown.stdout.splitlines() if line.startswith("router-")}
+    assert table["router-1"].split() == ["router-1", "on", "0"]
+    assert f"no answer from {routers}" in table["router-deaf"]
+    assert f"router-deaf at {routers} did not answer: no answer within 5 s" in shown.stderr
+    report = json.loads(as_json.stdout)
+    assert [router["router"] for router in report["routers"]] == ["router-1"]
+    assert [(r["router"], r["address"]) for r in report["silent_routers"]] == [("router-deaf", routers)]
+    assert f"no answer from {routers}" in mode.stdout
+    (told,) = [check for check in json.loads(doctor.stdout)["checks"] if check["name"] == "routers"]
+    assert told["outcome"] == "warn"
+    assert routers in told["detail"]
 
 
 async def test_top_shows_rates(
@@ -121,7 +174,7 @@ def test_an_unsigned_record_is_not_believed(
     secret.write_text("a deployment's secret of some length")
     done = cli("status", "--secret-file", str(secret))
     assert done.returncode == 1
-    assert "not signed" in done.stdout
+    assert "not signed" in done.stderr
 
 
 def test_no_deployment_is_an_error_that_says_what_to_give(cli: Cli) -> None:

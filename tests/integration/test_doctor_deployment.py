@@ -58,7 +58,10 @@ async def doctor(place: Deployment, *words: str, **variables: str) -> tuple[int,
         check=False,
     )
     assert done.stdout, done.stderr
+    assert done.stderr == ""
     report = json.loads(done.stdout)
+    names = [check["name"] for check in report["checks"]]
+    assert len(set(names)) == len(names), f"two checks of one name: {names}"
     return done.returncode, {c["name"]: (c["outcome"], c["detail"]) for c in report["checks"]}
 
 
@@ -179,7 +182,7 @@ async def test_requests_without_a_tenant_are_told(deployment: Deployment) -> Non
             found = (await doctor(deployment))[1]["tenants"]
             assert found[0] == "warn"
             assert "1 of 2 chains" in found[1]
-            assert "x-tenant-id" in found[1]
+            assert "--tenant-header" in found[1]
 
 
 @pytest.fixture
@@ -211,6 +214,7 @@ async def test_a_router_that_is_behind_or_names_blocks_otherwise_is_told(
             await eventually(lambda: ready(guard) > 0, "the guard has told of it")
             found = (await doctor(deployment))[1]
             assert found["inventory"][0] == "warn", found
+            assert "--tenant-header" in found["tenants"][1], "the router says that it takes no tenant's word"
             assert "does not know g0" in found["inventory"][1]
             lagging_router["guards"] = {"g0": {"sequence": 0, "blocks": 0, "probe": "00" * 16}}
             code, found = await doctor(deployment)

@@ -53,8 +53,8 @@ def test_chains_are_named_after_their_sessions_and_all_agree(live: Live) -> None
     assert {row["guard"] for row in there} == {"b"}
 
     checks = {check["name"]: check for check in kvcr(live, "doctor")["checks"]}
-    for name in ("etcd", "NATS", "guards", "clocks", "releases", "block keys", "inventory"):
+    for name in ("etcd", "NATS", "guards", "routers", "clocks", "releases", "block keys", "inventory"):
         assert checks[name]["outcome"] == "ok", checks[name]
-    assert "2 answer, and 1 routers" in checks["guards"]["detail"]
+    assert (checks["guards"]["detail"], checks["routers"]["detail"]) == ("2 answer", "1 answer")
     assert "2 pairs" in checks["inventory"]["detail"]
     assert "of 2 chains are of requests without a tenant" in checks["tenants"]["detail"]

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvcr.cli import doctor
+from kvcr.cli import doctor, doctor_deployment
 from kvcr.cli.doctor import Check, Outcome
 from kvcr.cli.main import main
 
@@ -87,25 +86,24 @@ def test_import_is_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "outcome", "said"),
+    ("headers", "chains", "unsalted", "outcome", "said"),
     [
-        (["router_hints"], Outcome.WARN, "all requests are one tenant"),
-        (["router_hints", "--tenant-header", "x-dynamo-meta-t"], Outcome.OK, "a gateway's header"),
-        (None, Outcome.OK, "no router"),
+        ([""], 0, 0, Outcome.WARN, "all requests are one tenant"),
+        ([""], 3, 3, Outcome.WARN, "all requests are one tenant"),
+        (["x-dynamo-meta-t", ""], 3, 1, Outcome.WARN, "1 of 3 chains"),
+        (["x-dynamo-meta-t"], 3, 1, Outcome.OK, "a gateway's x-dynamo-meta-t"),
+        ([], 0, 0, Outcome.OK, "no router of ours"),
+        ([], 2, 0, Outcome.OK, "all 2 chains carry a salt"),
+        ([], 2, 2, Outcome.WARN, "all requests are one tenant"),
     ],
 )
-def test_a_router_that_is_not_told_the_tenant_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str] | None, outcome: Outcome, said: str
+def test_tenants_that_nobody_vouches_for_are_reported(
+    headers: list[str], chains: int, unsalted: int, outcome: Outcome, said: str
 ) -> None:
-    run = tmp_path / "run" / "latest"
-    run.mkdir(parents=True)
-    components = [] if argv is None else [{"component": "Router", "argv": argv}]
-    state = {"state": "ready", "pid": os.getpid(), "components": components}
-    (run / "graph.json").write_text(json.dumps(state))
-    monkeypatch.setenv("KVCR_CACHE", str(tmp_path))
-    check = doctor.check_tenants()
-    assert check.outcome is outcome
-    assert said in check.detail
+    routers = {f"router-{n}": {"tenant_header": header} for n, header in enumerate(headers)}
+    check = doctor_deployment.check_tenants(routers, chains, unsalted)
+    assert (check.outcome, said in check.detail) == (outcome, True), check
+    assert (outcome is Outcome.WARN) == ("--tenant-header" in check.detail), "one advice, where it is needed"
 
 
 def test_an_engine_without_a_compiler_is_reported_before_its_first_sampled_request(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 COMMANDS = ("pin", "unpin", "demote", "invalidate", "prefetch", "move")
 DEFAULT_TTL_S = 600.0
-MAX_INSPECT_KEYS = 2048
 _GOOD = frozenset({"done", "partial", "deferred"})
 _KEYS = re.compile(r"[0-9a-f]{32}(,[0-9a-f]{32})*")
 _HELP = {
@@ -187,13 +186,7 @@ def _most(holder: _Holder) -> int:
 
 
 async def _holder(fleet: Fleet, record: InstanceRecord, keys: Sequence[str]) -> _Holder:
-    blocks: list[dict[str, Any]] = []
-    for first in range(0, len(keys), MAX_INSPECT_KEYS):
-        asked = list(keys[first : first + MAX_INSPECT_KEYS])
-        answer = await fleet.ask(record, "inspect", {"keys": asked})
-        # A guard whose engine never attached has no pool, and lists nothing.
-        blocks += answer["blocks"] or [{"key": key, "tier": None} for key in asked]
-    return _Holder(record, blocks)
+    return _Holder(record, await fleet.inspect(record, keys))
 
 
 def _named(holders: Sequence[_Holder], name: str) -> _Holder:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,11 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def open_fleet(arguments: argparse.Namespace) -> Fleet:
     """The deployment's guards and routers, an async context manager. Raises ConfigError."""
     try:
+        from kvcr.dynamo.environment import silence_runtime
         from kvcr.dynamo.fleet import Fleet
     except ImportError as error:
         raise ConfigError(
             f"this needs the clients of Dynamo, etcd and NATS: pip install 'dynamo-kvcr[dynamo]' ({error})"
         ) from error
+    silence_runtime()
     return Fleet(find(arguments))
 
 
@@ -70,12 +72,27 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     )
 
 
-async def patiently(work: Awaitable[T], what: str) -> T:
+def no_guards(fleet: Fleet) -> str:
+    """For who expected some."""
+    place = fleet.deployment
+    return (
+        f"no guard is registered in namespace {place.namespace} of etcd at {place.etcd}; "
+        "is it another namespace (--namespace), or do guards run without --cluster"
+    )
+
+
+def complain(arguments: argparse.Namespace, troubles: Iterable[str]) -> None:
+    """What went wrong, on stderr, so that stdout is the answer alone."""
+    for trouble in troubles:
+        print(f"kvcr {arguments.command}: {trouble}", file=sys.stderr, flush=True)
+
+
+async def patiently(arguments: argparse.Namespace, work: Awaitable[T], what: str) -> T:
     """The result of ``work``; who waits for it is told so after a second."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait([task], timeout=_SAY_S)
     if not done:
-        print(f"waiting for {what}", file=sys.stderr, flush=True)
+        complain(arguments, [f"waiting for {what}"])
     return await task
 
 

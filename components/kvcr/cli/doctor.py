@@ -24,7 +24,6 @@ from pathlib import Path
 
 import msgspec
 
-from kvcr.cli.deployment import running_graph
 from kvcr.distribution import DISTRIBUTION, clash_message, foreign_version
 
 MIN_SHM_BYTES = 1 << 30
@@ -89,7 +88,7 @@ def examine(deployment: Callable[[], list[Check]] | None = None) -> Report:
     """Run all checks, about half a second; longer with NIXL installed. ``deployment``: checks of one."""
     checks: list[Callable[[], Check]] = [
         check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
-        check_memlock, check_devices, check_engine, check_tenants,
+        check_memlock, check_devices, check_engine,
     ]  # fmt: skip
     results = [check() for check in checks]
     if deployment is not None:
@@ -145,22 +144,6 @@ def check_engine() -> Check:
         detail = "; ".join(missing) + ". Debian: apt install g++ libnuma1"
         return Check("engine", Outcome.WARN, f"not found: {detail}")
     return Check("engine", Outcome.OK, "a C++ compiler and the libraries vLLM links are there")
-
-
-def check_tenants() -> Check:
-    """Whether the routers of the running graph are told whose a request is."""
-    graph = running_graph(None)
-    routers = [one for one in (graph or {"components": []})["components"] if one["component"] == "Router"]
-    if not routers:
-        return Check("tenants", Outcome.OK, "no router of `kvcr serve` is running here to ask")
-    if all("--tenant-header" in router["argv"] for router in routers):
-        return Check("tenants", Outcome.OK, "the router takes them from a gateway's header")
-    return Check(
-        "tenants",
-        Outcome.WARN,
-        "all requests are one tenant, whatever salts clients send; with a gateway that authenticates, set "
-        "Router.tenant-header to the header it sets (docs/security.md)",
-    )
 
 
 def check_distribution() -> Check:

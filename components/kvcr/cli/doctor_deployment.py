@@ -7,15 +7,15 @@ Asks everybody and changes nothing, but for one key in etcd that it writes and r
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import uuid
 from collections import Counter
 from typing import Any
 
 from kvcr.cli.doctor import Check, Outcome
+from kvcr.dynamo.environment import silence_runtime
 from kvcr.dynamo.etcd import EtcdError
-from kvcr.dynamo.fleet import Deployment, Fleet
+from kvcr.dynamo.fleet import Deployment, Fleet, Routers
 from kvcr.dynamo.nats_check import check_nats
 from kvcr.dynamo.polling import poll
 from kvcr.dynamo.records import InstanceRecord
@@ -73,7 +73,8 @@ async def _check_members(fleet: Fleet) -> list[Check]:
         else:
             troubles.append(str(answer))
     answered_s = time.time()
-    routers = {router["router"]: router for router in await fleet.routers()}
+    asked = await fleet.routers()
+    routers = {router["router"]: router for router in asked.answers}
     routers_s = time.time()
     if troubles:
         members = Check("guards", Outcome.WARN, "; ".join(troubles))
@@ -85,16 +86,30 @@ async def _check_members(fleet: Fleet) -> list[Check]:
             "the same --namespace, or name another one",
         )
     else:
-        members = Check("guards", Outcome.OK, f"{len(records)} answer, and {len(routers)} routers")
+        members = Check("guards", Outcome.OK, f"{len(records)} answer")
     known = [record for record in records if record.name in answers]
     return [
         members,
+        check_routers(asked),
         check_clocks(answers, asked_s, answered_s, routers, routers_s),
         check_versions({**answers, **routers}),
         check_keys(known, answers, routers),
         await _check_lag(fleet, known),
-        await _check_tenants(fleet, known),
+        check_tenants(routers, *await _chains(fleet, known)),
     ]
+
+
+def check_routers(asked: Routers) -> Check:
+    """Whether all that are registered answer."""
+    if asked.silent:
+        told = "; ".join(map(str, asked.silent))
+        return Check(
+            "routers",
+            Outcome.WARN,
+            f"{told}. One that was killed is registered for up to two minutes (its lease); one that hangs or "
+            "cannot be reached from here: restart it, or see that its address is one of this network",
+        )
+    return Check("routers", Outcome.OK, f"{len(asked.answers)} answer" if asked.answers else "none of ours")
 
 
 def check_clocks(
@@ -172,7 +187,7 @@ async def _check_lag(fleet: Fleet, records: list[InstanceRecord]) -> Check:
     async def caught_up() -> bool:
         nonlocal compared
         beats = await fleet.ask_all(records, "control", {"op": "heartbeat"})
-        routers = await fleet.routers()
+        routers = (await fleet.routers()).answers
         behind.clear()
         compared = 0
         for record, beat in zip(records, beats, strict=True):
@@ -199,36 +214,46 @@ async def _check_lag(fleet: Fleet, records: list[InstanceRecord]) -> Check:
     return Check("inventory", Outcome.OK, f"no router is behind ({compared} pairs)")
 
 
-async def _check_tenants(fleet: Fleet, records: list[InstanceRecord]) -> Check:
-    """Whether blocks carry a tenant's salt. Who sets it is beyond our sight."""
-    mixed, chains = 0, 0
+async def _chains(fleet: Fleet, records: list[InstanceRecord]) -> tuple[int, int]:
+    """How many chains are in the pools, as far as listed, and how many of them carry no tenant's salt."""
+    chains, unsalted = 0, 0
     for record, answer in zip(
         records, await fleet.ask_all(records, "control", {"op": "list", "limit": LISTED}), strict=True
     ):
         if isinstance(answer, dict) and record.layout is not None:
             nobody = KeySpace(record.engine_namespace, record.model, record.layout.group).root().hex()
             chains += len(answer["rows"])
-            mixed += sum(row["tenant"] == nobody for row in answer["rows"])
-    fix = (
-        "put a gateway in front of the frontend that authenticates and sets x-tenant-id, see "
-        "docs/security.md; with one tenant only this is right"
+            unsalted += sum(row["tenant"] == nobody for row in answer["rows"])
+    return chains, unsalted
+
+
+def check_tenants(routers: Answers, chains: int, unsalted: int) -> Check:
+    """Whether somebody who is trusted says whose a request is: routers know, blocks show it where there are
+    other routers."""
+    trusting = [name for name, router in routers.items() if not router.get("tenant_header")]
+    if routers and not trusting:
+        headers = sorted({str(router["tenant_header"]) for router in routers.values()})
+        return Check("tenants", Outcome.OK, f"the routers take them from a gateway's {', '.join(headers)}")
+    if not trusting and not unsalted:
+        detail = f"all {chains} chains carry a salt" if chains else "no router of ours, and no blocks yet"
+        return Check("tenants", Outcome.OK, detail)
+    if unsalted < chains:
+        seen = (
+            f"{unsalted} of {chains} chains are of requests without a tenant, the others of whoever says so"
+        )
+    else:
+        seen = "all requests are one tenant, and share each other's KV"
+    return Check(
+        "tenants",
+        Outcome.WARN,
+        f"{seen}. With one tenant only this is right; otherwise let a gateway authenticate, and start the "
+        "routers with --tenant-header, the header that it sets (docs/security.md)",
     )
-    if mixed and mixed == chains:
-        return Check(
-            "tenants", Outcome.WARN, f"all requests are one tenant, and share each other's KV; {fix}"
-        )
-    if mixed:
-        return Check(
-            "tenants", Outcome.WARN, f"{mixed} of {chains} chains are of requests without a tenant; {fix}"
-        )
-    if not chains:
-        return Check("tenants", Outcome.OK, "no blocks yet; requests without x-tenant-id are all one tenant")
-    return Check("tenants", Outcome.OK, f"all {chains} chains carry a tenant's salt")
 
 
 def run_all(place: Deployment) -> list[Check]:
     """:func:`examine`, for the command line."""
-    os.environ.setdefault("DYN_LOG", "error")
+    silence_runtime()
     try:
         return asyncio.run(examine(place))
     except KvcrError as error:

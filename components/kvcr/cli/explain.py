@@ -39,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     command += [arguments.request] if arguments.request else []
     found = deployment.find(arguments)
     environment = {
-        "DYN_LOG": "error",
         **os.environ,
         "ETCD_ENDPOINTS": found.etcd,
         "DYN_NAMESPACE": found.namespace,

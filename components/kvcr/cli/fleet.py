@@ -18,12 +18,11 @@ from kvcr.cli.tables import size, table
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
-    from kvcr.dynamo.fleet import Fleet
+    from kvcr.dynamo.fleet import Fleet, Routers
     from kvcr.dynamo.records import InstanceRecord
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-MAX_INSPECT_KEYS = 2048
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -44,7 +43,7 @@ def add_parsers(commands: Any) -> None:
     top = commands.add_parser("top", help="what every guard is doing, live")
     deployment.add_options(top)
     top.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds (%(default)s)")
-    top.add_argument("--count", type=int, default=0, metavar="N", help="stop after N tables; 0: never")
+    top.add_argument("--count", type=int, default=0, metavar="N", help="end after N tables; 0: never")
     top.add_argument("--hot", action="store_true", help="the prefixes asked for most, instead of the guards")
 
 
@@ -64,8 +63,12 @@ async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
 
 async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
     records = await fleet.guards()
-    answers = await deployment.patiently(fleet.ask_all(records, "status"), "guards")
-    g1 = _g1_blocks(await fleet.routers())
+    answers, routers = await deployment.patiently(
+        arguments,
+        asyncio.gather(fleet.ask_all(records, "status"), fleet.routers()),
+        "guards and routers",
+    )
+    g1 = _g1_blocks(routers.answers)
     if arguments.json:
         guards = [
             {"record": _plain(record), "status": answer}
@@ -77,22 +80,30 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
             {
                 "namespace": fleet.deployment.namespace,
                 "guards": guards,
+                "routers": [
+                    {"router": router["router"], "mode": router["mode"]} for router in routers.answers
+                ],
+                "silent_routers": [_plain(router) for router in routers.silent],
                 "g1_blocks": g1,
                 "ignored": fleet.ignored,
             }
         )
     else:
         print(f"{fleet.deployment.source}, namespace {fleet.deployment.namespace}")
-        print(_status_table(records, answers, g1))
-        for reason, count in fleet.ignored.items():
-            print(f"{count} record(s) not believed: {reason}")
-        for answer in answers:
-            if isinstance(answer, KvcrError):
-                print(f"! {answer}")
+        if records:
+            print(_status_table(records, answers, g1))
+        if routers.answers or routers.silent:
+            print(_router_table(routers))
+    troubles = [
+        *(str(answer) for answer in answers if isinstance(answer, KvcrError)),
+        *map(str, routers.silent),
+    ]
     if not records:
-        print(f"no guard is registered in namespace {fleet.deployment.namespace}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_FAILED if any(isinstance(answer, KvcrError) for answer in answers) else EXIT_OK
+        troubles.append(deployment.no_guards(fleet))
+    # Whoever can write to etcd can make a record that nobody believes: no reason to fail.
+    ignored = [f"{count} record(s) not believed: {reason}" for reason, count in fleet.ignored.items()]
+    deployment.complain(arguments, [*ignored, *troubles])
+    return EXIT_FAILED if troubles else EXIT_OK
 
 
 def _g1_blocks(routers: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -129,6 +140,12 @@ def _status_table(
     return table(header, rows, right="256")
 
 
+def _router_table(routers: Routers) -> str:
+    rows = [(router["router"], router["mode"], str(len(router["workers"]))) for router in routers.answers]
+    rows += [(router.router, f"no answer from {router.address}", "") for router in routers.silent]
+    return table(("ROUTER", "MODE", "WORKERS"), rows, right="2")
+
+
 def _filled(pool: dict[str, Any] | None) -> str:
     if pool is None:
         return "none yet"
@@ -148,13 +165,18 @@ async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
     else:
         tokens = _tokenize(arguments, fleet)
         wanted = {record.name: _keys(record, tokens, arguments.salt) for record in records}
+    answers = await asyncio.gather(
+        *(fleet.inspect(record, wanted[record.name]) for record in records), return_exceptions=True
+    )
     found: list[dict[str, Any]] = []
-    for record in records:
+    troubles = [] if records else [deployment.no_guards(fleet)]
+    for record, blocks in zip(records, answers, strict=True):
         keys = wanted[record.name]
-        blocks: list[dict[str, Any]] = []
-        for first in range(0, len(keys), MAX_INSPECT_KEYS):
-            answer = await fleet.ask(record, "inspect", {"keys": keys[first : first + MAX_INSPECT_KEYS]})
-            blocks += answer["blocks"]
+        if isinstance(blocks, KvcrError):
+            troubles.append(str(blocks))
+            continue
+        if isinstance(blocks, BaseException):
+            raise blocks
         held = [block["tier"] for block in blocks]
         found.append(
             {
@@ -190,8 +212,10 @@ async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
             for e in found
         ]
         header = ("GUARD", "BLOCKS", "FROM THE START", "HELD", "IN G1", "TIERS", "STATE")
-        print(table(header, rows, right="1234"))
-    return EXIT_OK if somebody else EXIT_FAILED
+        if rows:
+            print(table(header, rows, right="1234"))
+    deployment.complain(arguments, troubles)
+    return EXIT_OK if somebody and not troubles else EXIT_FAILED
 
 
 def _add_engine_memory(found: list[dict[str, Any]], engines: Sequence[dict[str, Any]]) -> None:
@@ -240,9 +264,10 @@ async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
     if arguments.hot:
         return await _top_hot(fleet, arguments)
     before: dict[str, dict[str, float]] = {}
-    last_s = time.monotonic()
-    shown = 0
-    while True:
+    last_s, shown = 0.0, -1
+    while not arguments.count or shown < arguments.count:
+        if shown >= 0:
+            await asyncio.sleep(arguments.every)
         records = await fleet.guards()
         pages = await asyncio.gather(
             *(asyncio.to_thread(_counters, record.metrics_endpoint) for record in records)
@@ -250,25 +275,24 @@ async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
         now_s = time.monotonic()
         rows = []
         for record, page in zip(records, pages, strict=True):
-            old = before.get(record.name, page)
-            span_s = max(1e-9, now_s - last_s)
-            rates = {name: max(0.0, page[name] - old.get(name, 0.0)) / span_s for name in page}
+            old = before.get(record.name) or page
+            rates = {name: max(0.0, page[name] - old[name]) / (now_s - last_s) for name in page}
             rows.append(
                 {
                     "guard": record.name,
-                    "state": record.state,
-                    "ready": page.get("ready", 0),
-                    **{name: rates.get(name, 0.0) for name in _TOP},
+                    "state": record.state if page else "no answer",
+                    "ready": page.get("ready"),
+                    **{name: rates.get(name) for name in _TOP},
                 }
             )
-            before[record.name] = page
-        if shown or arguments.count == 1:
-            _show_top(rows, arguments.json)
+        before = {record.name: page for record, page in zip(records, pages, strict=True)}
         last_s = now_s
         shown += 1
-        if arguments.count and shown > arguments.count:
-            return EXIT_OK
-        await asyncio.sleep(arguments.every)
+        if shown and not records:
+            deployment.complain(arguments, [deployment.no_guards(fleet)])
+        elif shown:
+            _show_top(rows, arguments.json)
+    return EXIT_OK
 
 
 async def _top_hot(fleet: Fleet, arguments: argparse.Namespace) -> int:
@@ -278,11 +302,12 @@ async def _top_hot(fleet: Fleet, arguments: argparse.Namespace) -> int:
             await asyncio.sleep(arguments.every)
         shown += 1
         routers = await fleet.routers()
-        if not routers:
+        if not routers.answers:
             raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
         # Each replica has its own requests.
-        hot = [{"router": router["router"], **prefix} for router in routers for prefix in router["hot"]]
+        hot = [{"router": one["router"], **prefix} for one in routers.answers for prefix in one["hot"]]
         hot.sort(key=lambda prefix: -prefix["per_s"])
+        deployment.complain(arguments, map(str, routers.silent))
         if arguments.json:
             _print_json({"hot": hot})
             continue
@@ -315,6 +340,8 @@ def _show_top(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
             *(f"{size(row[name])}/s" for name in ("pulled", "served", "stored", "loaded")),
             f"{row['evicted']:.0f}/s",
         ]
+        if row["ready"] is not None
+        else [row["guard"], row["state"], *[""] * 6]
         for row in rows
     ]
     header = ("GUARD", "STATE", "BLOCKS", "PULLED", "SERVED", "STORED", "LOADED", "EVICTED")

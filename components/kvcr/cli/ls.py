@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 TIERS = ("G2",)
 """That a guard has today."""
-MAX_LIMIT = 10_000
 _NAMED = 200
 """Chains whose sessions are asked for: those at the top."""
 
@@ -40,8 +39,10 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError, KvcrError."""
-    if not 1 <= arguments.limit <= MAX_LIMIT:
-        raise ConfigError(f"--limit is {arguments.limit}; it must be from 1 to {MAX_LIMIT}")
+    from kvcr.guard.listing import MAX_LISTED
+
+    if not 1 <= arguments.limit <= MAX_LISTED:
+        raise ConfigError(f"--limit is {arguments.limit}; it must be from 1 to {MAX_LISTED}")
     return asyncio.run(_run(arguments))
 
 
@@ -49,7 +50,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     async with deployment.open_fleet(arguments) as fleet:
         records = await fleet.guards()
         answers = await deployment.patiently(
-            fleet.ask_all(records, "control", {"op": "list", "limit": arguments.limit}), "guards"
+            arguments, fleet.ask_all(records, "control", {"op": "list", "limit": arguments.limit}), "guards"
         )
         workers: list[dict[str, Any]] = []
         troubles: list[KvcrError] = []
@@ -70,8 +71,11 @@ async def _run(arguments: argparse.Namespace) -> int:
         )
     else:
         _show(chosen, rows)
-        for trouble in troubles:
-            print(f"! {trouble}")
+    if not records:
+        complaints = [deployment.no_guards(fleet)]
+    else:
+        complaints = [*map(str, troubles)] or ([] if rows else ["there is no block in these pools"])
+    deployment.complain(arguments, complaints)
     return 0 if rows and not troubles else 1
 
 

@@ -14,7 +14,7 @@ from kvcr.cli.tables import table
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
-    from kvcr.dynamo.fleet import Fleet
+    from kvcr.dynamo.fleet import Fleet, SilentRouter
 
 COMMANDS = ("drain", "mode")
 _SEEN_S = 5.0
@@ -58,38 +58,46 @@ async def _mode(fleet: Fleet, arguments: argparse.Namespace) -> int:
     if arguments.mode is not None:
         await fleet.order_mode(arguments.mode)
     routers: list[dict[str, Any]] = []
+    silent: list[SilentRouter] = []
 
     async def obeyed() -> bool:
-        routers[:] = await fleet.routers()
-        return arguments.mode is None or all(router["mode"] == arguments.mode for router in routers)
+        asked = await fleet.routers()
+        routers[:], silent[:] = asked.answers, asked.silent
+        return arguments.mode is None or (
+            not silent and all(router["mode"] == arguments.mode for router in routers)
+        )
 
     done = await poll(obeyed, _SEEN_S)
+    modes = {router["router"]: router["mode"] for router in routers} | {
+        router.router: f"no answer from {router.address}" for router in silent
+    }
     if arguments.json:
-        print(json.dumps({router["router"]: router["mode"] for router in routers}))
+        print(json.dumps(modes))
     else:
-        print(table(("ROUTER", "MODE"), [(router["router"], router["mode"]) for router in routers]))
+        print(table(("ROUTER", "MODE"), list(modes.items())))
     if not routers:
         raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
-    return 0 if done else 1
+    return 0 if done and not silent else 1
 
 
 async def _drain(fleet: Fleet, arguments: argparse.Namespace) -> int:
     from kvcr.dynamo.polling import poll
 
-    routers = await fleet.routers()
+    routers = (await fleet.routers()).answers
     if not routers:
         raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
     worker = _find(routers, arguments.worker)
     await fleet.order_drain(int(worker, 16), not arguments.undo)
+    silent: list[SilentRouter] = []
     left = said = -1
 
     async def drained() -> bool:
         nonlocal left, said
-        states = [
-            router["workers"][worker] for router in await fleet.routers() if worker in router["workers"]
-        ]
+        asked = await fleet.routers()
+        silent[:] = asked.silent
+        states = [router["workers"][worker] for router in asked.answers if worker in router["workers"]]
         left = sum(state["requests"] for state in states)
-        obeyed = all(state["draining"] != arguments.undo for state in states)
+        obeyed = not silent and all(state["draining"] != arguments.undo for state in states)
         if obeyed and (arguments.undo or arguments.wait_s == 0 or left == 0):
             return True
         if not arguments.json and not arguments.undo and left != said:
@@ -98,6 +106,8 @@ async def _drain(fleet: Fleet, arguments: argparse.Namespace) -> int:
         return False
 
     done = await poll(drained, _SEEN_S if arguments.undo else max(_SEEN_S, arguments.wait_s))
+    for router in silent:
+        print(f"kvcr drain: {router}; it may not know of the order", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"worker": worker, "draining": not arguments.undo, "requests": left}))
     elif arguments.undo:

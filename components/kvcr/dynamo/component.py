@@ -20,6 +20,8 @@ from dynamo.runtime import DistributedRuntime
 from kvcr.dynamo import environment
 from kvcr.dynamo.records import InstanceRecord
 from kvcr.errors import KvcrError, ProtocolError
+from kvcr.guard.inspecting import MAX_INSPECT_KEYS
+from kvcr.guard.listing import MAX_LISTED
 from kvcr.guard.view import GuardView
 from kvcr.keys import KEY_BYTES
 
@@ -27,8 +29,6 @@ log = logging.getLogger(__name__)
 
 COMPONENT = "kvcr"
 ENDPOINTS = ("status", "inspect", "control")
-MAX_INSPECT_KEYS = 2048
-MAX_LISTED = 10_000
 
 PATIENCE = {
     # The constructor of the runtime holds the interpreter lock while it tries to connect (dynamo 1.6.1,

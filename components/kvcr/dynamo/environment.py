@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from kvcr.dynamo.etcd import endpoints_from_environment
@@ -31,6 +33,20 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     if _on_this_host(environment):
         for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"):
             environment.setdefault(name, LOOPBACK)
+
+
+def silence_runtime() -> None:
+    """For commands: from here on only Python writes to stderr.
+
+    The runtime (1.6.1) logs a line for every request it sends, whatever ``DYN_LOG`` says, and writes it to
+    file descriptor 2. What is wrong comes back as an exception, and is told by whoever catches it.
+    """
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if sys.stderr.fileno() == 2:
+            sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
 
 
 def _on_this_host(environment: Mapping[str, str]) -> bool:

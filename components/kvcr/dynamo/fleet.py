@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvcr.dynamo.orders import drain_key, mode_key
 from kvcr.dynamo.polling import poll
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
+from kvcr.guard.inspecting import MAX_INSPECT_KEYS
 
 ANSWER_TIMEOUT_S = 5.0
 ROUTER = "router"
@@ -39,7 +40,29 @@ class Deployment:
 
 
 class Unreachable(KvcrError):
-    """A guard is registered and does not answer."""
+    """A guard or router is registered and does not answer."""
+
+
+@dataclass(frozen=True)
+class SilentRouter:
+    """A router that is registered and did not answer."""
+
+    router: str
+    """As it calls itself."""
+    address: str
+    """Where Dynamo would have found it."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.router} at {self.address} did not answer: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What the routers of a deployment said when all of them were asked."""
+
+    answers: list[Any]
+    silent: list[SilentRouter]
 
 
 @dataclass
@@ -106,13 +129,24 @@ class Fleet:
 
         return list(await asyncio.gather(*(one(record) for record in records)))
 
-    async def routers(self) -> list[dict[str, Any]]:
-        """What every router says of itself; those that do not answer are left out."""
+    async def inspect(self, record: InstanceRecord, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """What a guard says of these blocks, one answer a key (hex); ``tier`` is None where it is not there.
+        Raises as :meth:`ask`."""
+        blocks: list[dict[str, Any]] = []
+        for first in range(0, len(keys), MAX_INSPECT_KEYS):
+            asked = list(keys[first : first + MAX_INSPECT_KEYS])
+            answer = await self.ask(record, "inspect", {"keys": asked})
+            # A guard whose engine never attached has no pool, and lists nothing.
+            blocks += answer["blocks"] or [{"key": key, "tier": None} for key in asked]
+        return blocks
+
+    async def routers(self) -> Routers:
+        """What every router says of itself. Raises EtcdUnavailable."""
         return await self._ask_routers("status", {})
 
     async def engine_memory(self, tokens: Sequence[int], salt: str) -> list[dict[str, Any]]:
         """Engines that have blocks of this prompt in G1, as the first router that answers sees it."""
-        answers = await self._ask_routers("where", {"tokens": list(tokens), "salt": salt})
+        answers = (await self._ask_routers("where", {"tokens": list(tokens), "salt": salt})).answers
         found: list[dict[str, Any]] = answers[0] if answers else []
         return found
 
@@ -125,27 +159,41 @@ class Fleet:
             why = str(error).removeprefix("etcd does not answer ")
             raise EtcdUnavailable(f"etcd at {self.deployment.etcd} does not answer {why}") from error
 
-    async def _ask_routers(self, endpoint: str, request: dict[str, Any]) -> list[Any]:
-        registered = f"v1/instances/{self.deployment.namespace}/{ROUTER}/{endpoint}/"
-        if not (await self._list(registered)).values:
-            return []
+    async def _ask_routers(self, endpoint: str, request: dict[str, Any]) -> Routers:
+        """All of them at once, within one deadline."""
+        listing = await self._list(f"v1/instances/{self.deployment.namespace}/{ROUTER}/{endpoint}/")
+        if not listing.values:
+            return Routers([], [])
         client = await self._client(endpoint, ROUTER)
-        await poll(client.instance_ids, ANSWER_TIMEOUT_S)
-        answers = []
-        for instance in sorted(client.instance_ids()):
+        deadline_s = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_S
+
+        async def one(instance: int, address: str) -> Any:
             try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout_at(deadline_s):
+                    await poll(lambda: instance in client.instance_ids())
                     stream = await client.direct(request, instance, annotated=False)
-                    answers += [answer async for answer in stream]
-            except Exception as error:  # noqa: BLE001, the runtime raises plain ones
-                self.ignored[f"router {instance:x}: {error or type(error).__name__}"] += 1
-        return answers
+                    answers = [answer async for answer in stream]
+                if answers:
+                    return answers[0]
+                reason = "its answer is empty"
+            except TimeoutError:
+                reason = f"no answer within {ANSWER_TIMEOUT_S:g} s"
+            except Exception as error:  # noqa: BLE001, the runtime raises plain ones; they are shown
+                reason = str(error) or type(error).__name__
+            return SilentRouter(f"{ROUTER}-{instance:x}", address, reason)
+
+        registered = sorted(
+            (int(entry.key.rpartition("/")[2], 16), _address(entry.value)) for entry in listing.values
+        )
+        found = await asyncio.gather(*(one(*router) for router in registered))
+        silent = [router for router in found if isinstance(router, SilentRouter)]
+        return Routers([answer for answer in found if not isinstance(answer, SilentRouter)], silent)
 
     async def sessions(self, chains: list[tuple[int, str]]) -> dict[str, dict[str, str]]:
         """Key of a chain's last block, given with its position, to the session that goes through it, as far
         as a router knows one."""
         known: dict[str, dict[str, str]] = {}
-        for answer in await self._ask_routers("status", {"chains": chains}):
+        for answer in (await self._ask_routers("status", {"chains": chains})).answers:
             known |= answer.get("sessions", {})
         return known
 
@@ -182,33 +230,26 @@ class Fleet:
 
     def _make_runtime(self) -> Any:
         os.environ["ETCD_ENDPOINTS"] = self.deployment.etcd
-        os.environ.setdefault("DYN_LOG", "error")
         prepare_environment()
         os.environ.pop("DYN_SYSTEM_PORT", None)
         from dynamo.runtime import DistributedRuntime
 
-        with _without_stderr():
-            try:
-                return DistributedRuntime(
-                    asyncio.get_running_loop(),
-                    "etcd",
-                    os.environ.get("DYN_REQUEST_PLANE", "tcp"),
-                    event_plane="zmq",
-                )
-            except Exception as error:
-                # The runtime raises plain exceptions.
-                raise Unreachable(f"etcd at {self.deployment.etcd} does not answer: {error}") from error
+        try:
+            return DistributedRuntime(
+                asyncio.get_running_loop(),
+                "etcd",
+                os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+                event_plane="zmq",
+            )
+        except Exception as error:
+            # The runtime raises plain exceptions.
+            raise Unreachable(f"etcd at {self.deployment.etcd} does not answer: {error}") from error
 
 
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """The runtime logs its start at INFO whatever DYN_LOG says, which is no news to who asked for a table."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _address(instance: bytes) -> str:
+    """Host and port of a Dynamo instance, out of its record in etcd."""
     try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(nowhere)
-        os.close(kept)
+        (transport,) = json.loads(instance)["transport"].values()
+        return str(transport).partition("/")[0]
+    except (ValueError, KeyError, AttributeError):
+        return "an address that cannot be read"

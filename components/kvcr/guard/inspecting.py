@@ -8,6 +8,9 @@ from typing import Any
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import Pool
 
+MAX_INSPECT_KEYS = 2048
+"""That a guard answers for at once."""
+
 
 def blocks_of(pool: Pool, keys: bytes) -> list[dict[str, Any]]:
     """JSON-ready facts about each of these blocks; ``tier`` is None where it is not here."""

@@ -15,6 +15,9 @@ from kvcr.pool import Listing
 
 I64 = npt.NDArray[np.int64]
 
+MAX_LISTED = 10_000
+"""Chains that a guard tells at once."""
+
 
 def chains(listing: Listing, block_bytes: int, limit: int) -> dict[str, Any]:
     """JSON-ready: totals, and the ``limit`` chains that were used last.
