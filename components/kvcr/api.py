@@ -103,6 +103,8 @@ class Kvcr:
         self._next_job = 1
         self._drops = 0
         self._results: dict[str, LoadResult] = {}
+        self._corrupt: set[bytes] = set()
+        """Keys that the directory may still list though their bytes did not verify."""
         self.skipped_hints: Counter[str] = Counter()
         """Hints, or parts of hints, that were not used, by reason."""
 
@@ -192,7 +194,11 @@ class Kvcr:
             positions=np.arange(count, dtype="<u4") if positions is None else np.array(positions, "<u4"),
         )
         deadline_s = time.monotonic() + wait_s
-        todo = np.flatnonzero(~self._scheduler.lookup(blob))
+        wanted = ~self._scheduler.lookup(blob)
+        if self._corrupt:
+            wanted |= np.fromiter((key in self._corrupt for key in keys), np.bool_, count)
+            self._corrupt.difference_update(keys)
+        todo = np.flatnonzero(wanted)
         with self._worker.borrowed():
             while len(todo):
                 self.poll()
@@ -407,6 +413,7 @@ class Kvcr:
             self._drops = max(self._drops, drop.drop_id)
         for result in self._worker.take_loads():
             self._results[result.request_id] = result
+            self._corrupt |= result.corrupt_keys
 
     def close(self) -> None:
         """Disconnect. The pool and its blocks stay with the guard. Idempotent."""

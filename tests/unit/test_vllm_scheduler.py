@@ -602,6 +602,20 @@ def test_blocks_of_a_finished_request_are_held_only_while_it_is_being_saved() ->
     assert scheduler.finished(again, []) is False
 
 
+def test_a_block_that_did_not_verify_is_saved_again_though_the_directory_lists_it() -> None:
+    handle = FakeHandle()
+    scheduler = make(handle)
+    made = request(12)
+    scheduler.on_new_request(made)
+    keys = scheduler._requests["r"].chain.blob(0, 3)
+    handle.resident.update(unpack_keys(keys))
+    scheduler.take_output(output(kv_connector_worker_meta=WorkerMetadata({}, frozenset([keys[16:32]]))))
+    (save,) = scheduler.build_metadata(step({"r": (0, 12)}, {"r": [1, 2, 3]})).saves
+    assert save.keys == keys[16:32]
+    scheduler.on_new_request(request(12, "r2"))
+    assert scheduler.build_metadata(step({"r2": (0, 12)}, {"r2": [4, 5, 6]})).saves == []
+
+
 def test_a_job_is_over_when_every_rank_said_so() -> None:
     handle = FakeHandle()
     made = request(8)

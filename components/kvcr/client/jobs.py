@@ -60,6 +60,8 @@ class LoadResult:
     request_id: str
     statuses: npt.NDArray[np.uint8]
     block_ids: npt.NDArray[np.int32]
+    corrupt_keys: frozenset[bytes] = frozenset()
+    """Blocks that the directory lists and that did not verify: their next save is no duplicate."""
 
     @property
     def failed_block_ids(self) -> list[int]:

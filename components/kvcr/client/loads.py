@@ -53,8 +53,8 @@ class Load:
         """Of handed blocks: this rank's part."""
         self.dirty = True
         """The directory or the pull may have changed since the last :meth:`resolve`."""
-        self.corrupt: list[tuple[int, int]] = []
-        """(slot, generation) of blocks that were resident but did not verify."""
+        self.corrupt: list[int] = []
+        """Indexes of blocks that were resident but did not verify."""
 
     @property
     def done(self) -> bool:
@@ -171,7 +171,9 @@ class Load:
         with self.lock:
             self.reported = True
             self.statuses[self.statuses == PENDING] = BlockStatus.TOO_SLOW
-            return LoadResult(self.spec.request_id, self.statuses, self.block_ids)
+            keys = self.spec.keys
+            corrupt = frozenset(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in self.corrupt)
+            return LoadResult(self.spec.request_id, self.statuses, self.block_ids, corrupt)
 
 
 GONE_STATUS = int(BlockStatus.GONE)

@@ -526,7 +526,7 @@ class WorkerHandle:
         if handed:
             self._tell_taken(load, index, good & alive, corrupt if origin.foreign else None)
         else:
-            load.corrupt += list(zip(slots[corrupt].tolist(), generations[corrupt].tolist(), strict=True))
+            load.corrupt += index[corrupt].tolist()
         load.fail(index[~alive], BlockStatus.GONE)
         load.fail(index[corrupt], BlockStatus.FAILED)
         arrived = int((good & alive).sum())
@@ -578,7 +578,7 @@ class WorkerHandle:
                 for first, indices in load.take(np.arange(len(load.statuses))):
                     self._taken(load, first, indices, copied=False)
             loaded = int(np.count_nonzero(load.statuses == BlockStatus.OK))
-            corrupt = np.array(load.corrupt, np.uint64).reshape(-1, 2)
+            corrupt = np.array(load.corrupt, np.intp)
             self._link.send(
                 msg.LoadEnd(
                     request_id=load.spec.request_id,
@@ -586,8 +586,8 @@ class WorkerHandle:
                     byte_count=loaded * self.layout.part_bytes,
                     seconds=self._clock() - load.started_s,
                     failed_blocks=len(load.statuses) - loaded,
-                    corrupt_slots=corrupt[:, 0].astype("<i4").tobytes(),
-                    corrupt_generations=corrupt[:, 1].astype("<u8").tobytes(),
+                    corrupt_slots=load.slots[corrupt].astype("<i4").tobytes(),
+                    corrupt_generations=load.generations[corrupt].astype("<u8").tobytes(),
                 )
             )
 

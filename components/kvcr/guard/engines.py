@@ -255,7 +255,7 @@ class EngineServer:
         self._meters.loaded_bytes.inc(max(message.byte_count, 0))
         self._traces.load(message, member.rank)
         if message.corrupt_slots:
-            self._scrubber.check(i32(message.corrupt_slots), u64(message.corrupt_generations), "load")
+            self._scrubber.distrust(i32(message.corrupt_slots), u64(message.corrupt_generations), "load")
 
     def _pin(self, pool: Pool, message: Pin) -> None:
         _require_keys(message.keys)

@@ -95,8 +95,7 @@ class Scrubber:
 
         ``done`` is called afterwards. Raises ProtocolError when the arrays differ in length.
         """
-        if len(slots) != len(generations):
-            raise ProtocolError(f"{len(slots)} corrupt slots, {len(generations)} generations")
+        _require_pairs(slots, generations)
         current = self._current()
         if current is None:
             return
@@ -138,6 +137,36 @@ class Scrubber:
 
         self._movers.submit(lambda: local.checksums(slots), hashed)
 
+    def distrust(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], where: str) -> None:
+        """The engine read other bytes than were stored: out of use at once, and then looked at.
+
+        At once, because the engine computes these blocks again: what it stores next must be no duplicate.
+        Raises ProtocolError when the arrays differ in length.
+        """
+        _require_pairs(slots, generations)
+        current = self._current()
+        if current is None:
+            return
+        pool, local = current
+        inside = (slots >= 0) & (slots < pool.slots)
+        slots, generations = slots[inside], generations[inside]
+        here = pool.still(slots, generations)
+        slots, generations = slots[here], generations[here]
+        if not pool.quarantine(slots, generations):
+            return
+        self._changed()
+        self._requalify_later(pool, slots, generations)
+        recorded = pool.checksums(slots)
+
+        def hashed(found: npt.NDArray[np.uint64] | None) -> None:
+            bad = 0 if found is None else int((found != recorded).any(axis=1).sum())
+            log.error(
+                "%d of %d blocks that the engine could not verify are damaged in the pool", bad, len(slots)
+            )
+            self._meters.corrupt_blocks.inc(bad, where=where)
+
+        self._movers.submit(lambda: local.checksums(slots), hashed)
+
     def found(self, pool: Pool) -> None:
         """A pool was attached: what the guard before had in quarantine, and would have freed."""
         self._requalify_later(pool, *pool.quarantined())
@@ -151,3 +180,8 @@ class Scrubber:
                 pool.requalify(slots, generations)
 
         self._loop.later(QUARANTINE_S, requalify)
+
+
+def _require_pairs(slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
+    if len(slots) != len(generations):
+        raise ProtocolError(f"{len(slots)} corrupt slots, {len(generations)} generations")

@@ -27,10 +27,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler: save jobs that are over, with the number of ranks that said so."""
 
     saved: dict[int, int]
+    corrupt: frozenset[bytes] = frozenset()
+    """Keys of blocks in the pool that did not verify"""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata)
         saved = dict(self.saved)
         for job_id, ranks in other.saved.items():
             saved[job_id] = saved.get(job_id, 0) + ranks
-        return WorkerMetadata(saved)
+        return WorkerMetadata(saved, self.corrupt | other.corrupt)

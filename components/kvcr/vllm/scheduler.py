@@ -36,6 +36,9 @@ MAX_SAVES_PER_STEP = 2048
 MAX_ROOTS = 4096
 """Key-space roots kept; one per tenant and adapter seen."""
 
+MAX_CORRUPT = 65_536
+"""Keys of damaged blocks that are remembered until they are saved again."""
+
 MIN_DEADLINE_S = 0.05
 
 MIN_LOCAL_ESTIMATE_MS = 200.0
@@ -175,6 +178,8 @@ class ConnectorScheduler:
         self._jobs: dict[int, _Job] = {}
         self._assigned: set[bytes] = set()
         """Keys being saved."""
+        self._corrupt: set[bytes] = set()
+        """Keys that the directory may still list though their bytes did not verify."""
         self._next_job = 1
         self._drops = 0
         self._no_fetch_before_s = 0.0
@@ -327,6 +332,8 @@ class ConnectorScheduler:
         if isinstance(worker, WorkerMetadata):
             for job_id, ranks in worker.saved.items():
                 self._job_done(job_id, ranks)
+            if len(self._corrupt) < MAX_CORRUPT:
+                self._corrupt |= worker.corrupt
 
     def reset(self, model: str) -> None:
         """``reset_cache``: blocks belong to other weights now. Running requests are not keyed any more."""
@@ -445,6 +452,10 @@ class ConnectorScheduler:
             start = state.saved
             here = present[offset : offset + stop - start]
             offset += stop - start
+            if self._corrupt:
+                # The guard has been told, and has dropped them by the time that it hears of this save.
+                rows = state.chain.rows(np.arange(start, stop)).tolist()
+                here &= np.fromiter((key not in self._corrupt for key in rows), np.bool_, len(rows))
             positions, state.saved = self._choose(state, start, here, budget)
             budget -= len(positions)
             if len(positions):
@@ -491,6 +502,7 @@ class ConnectorScheduler:
             left = int(positions[budget])
             positions, keys = positions[:budget], keys[:budget]
         self._assigned.update(keys)
+        self._corrupt.difference_update(keys)
         return positions, left
 
     def _specs(self, output: Any, plans: list[tuple[_Request, Positions]], grants: Grants) -> list[SaveSpec]:

@@ -18,6 +18,7 @@ class ConnectorWorker:
         self._delayed: set[str] = set()
         self._finished: set[str] = set()
         self._invalid: set[int] = set()
+        self._corrupt: set[bytes] = set()
 
     def before_step(self, metadata: StepMetadata) -> None:
         """``handle_preemptions``: blocks of preempted requests are about to be overwritten."""
@@ -54,6 +55,7 @@ class ConnectorWorker:
         for result in self._handle.take_loads():
             received.add(result.request_id)
             self._invalid.update(result.failed_block_ids)
+            self._corrupt |= result.corrupt_keys
         return sent or None, received or None
 
     def take_invalid_blocks(self) -> set[int]:
@@ -62,9 +64,10 @@ class ConnectorWorker:
         return invalid
 
     def build_metadata(self) -> WorkerMetadata | None:
-        """``build_connector_worker_meta``: save jobs that are over on this rank."""
-        jobs = self._handle.take_saved_jobs()
-        return WorkerMetadata(dict.fromkeys(jobs, 1)) if jobs else None
+        """``build_connector_worker_meta``: save jobs that are over on this rank, and what did not verify."""
+        jobs, corrupt = self._handle.take_saved_jobs(), frozenset(self._corrupt)
+        self._corrupt.clear()
+        return WorkerMetadata(dict.fromkeys(jobs, 1), corrupt) if jobs or corrupt else None
 
     def take_counters(self) -> WorkerCounters:
         return self._handle.take_counters()
