@@ -22,7 +22,7 @@ from engine_client import GuardProcess
 from mortal_engine import MortalEngine
 from waiting import PATIENCE_S, eventually
 
-from kvcr.dynamo.epochs import EpochRecord, decode, encode, epoch_key
+from kvcr.dynamo.epochs import TTL_S, EpochRecord, decode, encode, epoch_key
 from kvcr.dynamo.states import MAX_AGE_S, MAX_BYTES
 from kvcr.graph.infra import Server, start_etcd, start_nats
 from kvcr.protocol.events import StateChange, event, state_subject, stream_name
@@ -202,6 +202,11 @@ async def test_the_epoch_is_mirrored_and_outlives_the_pool(deployment: Deploymen
 
             after = await eventually(above, "the new pool's epoch is mirrored")
             assert after.epoch == epoch(guard) > before.epoch
+    # For a while: guards of pods that never come back under their name do not pile up.
+    async with await deployment.etcd() as etcd:
+        found = await etcd.get(epoch_key(deployment.namespace, "g0"))
+        assert found is not None
+        assert 3600 < await etcd.refresh_lease(found.lease) <= TTL_S
 
 
 async def test_a_record_that_is_no_epoch_is_replaced(deployment: Deployment) -> None:

@@ -3,12 +3,14 @@
 
 The epoch's home is the superblock. The mirror outlives the pool: a guard whose pool was lost finds in it the
 highest epoch there ever was, and goes on above it, so that nothing of before is taken for new. It is bound to
-no lease. While etcd is away nothing waits for it.
+a lease of a day that the guard refreshes: pods get new names, and guards that never come back would pile up.
+While etcd is away nothing waits for it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -21,6 +23,9 @@ log = logging.getLogger(__name__)
 MAX_EPOCH = 1 << 53
 """What JSON readers tell apart. Nobody gets there by dying."""
 ATTEMPTS = 8
+TTL_S = 24 * 3600
+"""How long a guard that is gone is remembered. What was said in its epochs is forgotten within minutes."""
+REFRESH_S = TTL_S / 8
 
 
 class EpochRecord(msgspec.Struct, frozen=True):
@@ -87,6 +92,8 @@ class EpochMirror:
         self._secret = secret
         self._raise_above = raise_above
         self._stored: EpochRecord | None = None
+        self._lease = 0
+        self._refreshed_s = 0.0
 
     async def remembered(self, etcd: EtcdClient) -> EpochRecord | None:
         """What etcd has. Raises EtcdError."""
@@ -100,7 +107,9 @@ class EpochMirror:
         ``max(local, etcd) + 1``. ``ours.pool`` may be empty: there is no pool yet, and the next one is made
         above what is remembered. Raises EtcdError; what was swapped is then asked for again next time.
         """
-        if ours == self._stored:
+        if ours == self._stored and (
+            time.monotonic() < self._refreshed_s + REFRESH_S or await self._refreshed(etcd, self._lease)
+        ):
             return ours
         for _ in range(ATTEMPTS):
             found = await etcd.get(self.key)
@@ -110,8 +119,12 @@ class EpochMirror:
             if not ours.pool or not ours.epoch:
                 break
             expected = None if found is None else found.value
-            if there == ours or await etcd.compare_and_swap(
-                self.key, expected, encode(self.key, ours, self._secret)
+            kept = found is not None and there is not None and await self._refreshed(etcd, found.lease)
+            if not kept and not await self._refreshed(etcd, self._lease):
+                self._lease = await etcd.grant_lease(TTL_S)
+                self._refreshed_s = time.monotonic()
+            if (there == ours and kept) or await etcd.compare_and_swap(
+                self.key, expected, encode(self.key, ours, self._secret), lease=self._lease
             ):
                 self._stored = ours
                 return ours
@@ -121,6 +134,13 @@ class EpochMirror:
         # Without a pool there is nothing to mirror; one that comes has another id, and so asks again.
         self._stored = msgspec.structs.replace(ours, epoch=0)
         return ours
+
+    async def _refreshed(self, etcd: EtcdClient, lease: int) -> bool:
+        """Keep ``lease`` for ours; False when it is none, or gone."""
+        if not lease or await etcd.refresh_lease(lease) <= 0:
+            return False
+        self._lease, self._refreshed_s = lease, time.monotonic()
+        return True
 
     def forget(self) -> None:
         """etcd may have lost the key: look again."""
