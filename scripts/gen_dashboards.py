@@ -354,10 +354,10 @@ FLEET: dict[str, tuple[Panel, ...]] = {
     ),
     "Requests": (
         Panel(
-            "Requests by worker",
+            "Requests by guard",
             units.RequestsPerSecond,
-            (("{{worker}}", rate("kvcr_router_requests_total", "worker")),),
-            "Instance ids in hex.",
+            (("beside {{guard}}", rate("kvcr_router_requests_total", "guard")),),
+            "Of the worker beside each guard, whose instance id is new at each restart.",
         ),
         Panel("Time to first token", units.Seconds, quantiles(TTFT, 0.5, 0.9, 0.99), "At the frontend."),
         Panel(

@@ -30,7 +30,7 @@ def metrics_page() -> str:
         NOTE,
         "Guards serve `/metrics` on their `metrics_port`, router and workers on Dynamo's system port, the "
         "frontend on its own. Units are base units and part of the name. The labels below have as many "
-        "values as there are guards, workers, transports or states; none grows with traffic.",
+        "values as there are guards now, transports or states; none grows with traffic or restarts.",
     ]
     for title, folder, what in (
         ("Guard", "kvcr/guard", "`python -m kvcr.guard`"),

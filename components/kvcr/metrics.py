@@ -11,7 +11,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from kvcr.errors import ConfigError
@@ -55,6 +55,15 @@ class Metric(ABC):
         self.text = text
         self.label_names = tuple(labels)
         self._lock = threading.Lock()
+        self._values: dict[Labels, Any] = {}
+
+    def retain(self, label: str, known: Container[str]) -> None:
+        """Forget the values whose ``label`` is none of ``known``: of peers that are gone for good. Otherwise
+        each that ever was would be told at each scrape."""
+        place = self.label_names.index(label)
+        with self._lock:
+            for key in [key for key in self._values if key[place] not in known]:
+                del self._values[key]
 
     def _key(self, labels: dict[str, str]) -> Labels:
         if len(labels) != len(self.label_names) or any(name not in labels for name in self.label_names):
@@ -73,7 +82,9 @@ class Counter(Metric):
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         super().__init__(name, text, labels)
-        self._values: dict[Labels, float] = {} if labels else {(): 0}
+        if not labels:
+            # There from the first scrape on: an increase is only seen from a zero.
+            self._values[()] = 0
 
     def inc(self, amount: float = 1, **labels: str) -> None:
         """Add ``amount``, 0 or more."""
@@ -86,7 +97,7 @@ class Counter(Metric):
     def value(self, **labels: str) -> float:
         """The sum so far; 0 for labels never seen."""
         with self._lock:
-            return self._values.get(self._key(labels), 0)
+            return float(self._values.get(self._key(labels), 0))
 
     def render(self) -> Iterable[str]:
         with self._lock:
@@ -98,10 +109,6 @@ class Gauge(Metric):
     """A value that goes up and down."""
 
     kind = "gauge"
-
-    def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
-        super().__init__(name, text, labels)
-        self._values: dict[Labels, float] = {}
 
     def set(self, value: float, **labels: str) -> None:
         key = self._key(labels)
@@ -116,7 +123,7 @@ class Gauge(Metric):
     def value(self, **labels: str) -> float:
         """The value last set; 0 for labels never set."""
         with self._lock:
-            return self._values.get(self._key(labels), 0)
+            return float(self._values.get(self._key(labels), 0))
 
     def render(self) -> Iterable[str]:
         with self._lock:
@@ -140,28 +147,31 @@ class Histogram(Metric):
         if not buckets or list(buckets) != sorted(set(buckets)):
             raise ValueError(f"{name}: buckets must be ascending upper bounds, got {tuple(buckets)}")
         self._bounds = tuple(buckets)
-        self._counts: dict[Labels, list[int]] = {}
-        self._sums: dict[Labels, float] = {}
+        # Observations in each bucket, and their sum.
+        self._values: dict[Labels, tuple[list[int], float]] = {}
         if not labels:
-            # There from the first scrape on: an increase is only seen from a zero.
-            self._counts[()], self._sums[()] = [0] * (len(buckets) + 1), 0.0
+            # As for counters.
+            self._values[()] = self._none()
 
     def observe(self, value: float, **labels: str) -> None:
         key = self._key(labels)
         with self._lock:
-            counts = self._counts.setdefault(key, [0] * (len(self._bounds) + 1))
+            counts, total = self._values.get(key) or self._none()
             counts[bisect_left(self._bounds, value)] += 1
-            self._sums[key] = self._sums.get(key, 0.0) + value
+            self._values[key] = counts, total + value
 
     def count(self, **labels: str) -> int:
         """Observations so far."""
         with self._lock:
-            return sum(self._counts.get(self._key(labels), ()))
+            return sum((self._values.get(self._key(labels)) or self._none())[0])
+
+    def _none(self) -> tuple[list[int], float]:
+        return [0] * (len(self._bounds) + 1), 0.0
 
     def render(self) -> Iterable[str]:
         lines = []
         with self._lock:
-            families = [(key, list(counts), self._sums[key]) for key, counts in sorted(self._counts.items())]
+            families = [(key, list(counts), total) for key, (counts, total) in sorted(self._values.items())]
         names = (*self.label_names, "le")
         for key, counts, total in families:
             seen = 0

@@ -168,9 +168,7 @@ class Actor:
         batch = self._batches.get(message.plan_id)
         if batch is None or message.action_id not in batch.reports:
             return
-        self._metrics.actions.labels(message.action_type, message.code).inc()
-        self._metrics.acted_blocks.labels(message.action_type).inc(message.blocks)
-        self._metrics.acted_bytes.labels(message.action_type).inc(message.byte_count)
+        self._metrics.answered(message.action_type, message.code, message.blocks, message.byte_count)
         self._report(
             batch,
             message.action_id,

@@ -37,7 +37,7 @@ from router_hints.inventory import InventoryClient
 from router_hints.kv_events import decode_kv_events, kv_events_subject
 from router_hints.ledger import Ledger
 from router_hints.locations import LocationPublisher
-from router_hints.metrics import Metrics
+from router_hints.metrics import STATES, Metrics
 from router_hints.names import extend_names
 from router_hints.overlap import G1Overlap, decode_reports, kv_metrics_subject
 from router_hints.placement import Placement
@@ -53,7 +53,6 @@ _TICK_S = 1.0
 _WAIT_S = 0.2
 HOT_PREFIXES = 10
 """Shown in the metrics, by rank, so that their labels stay few."""
-_GUARD_STATES = ("EMPTY", "STANDBY", "CHECKING", "ACTIVE")
 
 
 class RouterComponent:
@@ -388,9 +387,6 @@ class RouterComponent:
         self._costs.forget_guard(name)
         self._locations.gone(name)
         self._agents.forget_guard(name)
-        with contextlib.suppress(KeyError):
-            self._metrics.index_blocks.remove(name)
-            self._metrics.inventory_lag.remove(name)
 
     def _load_reports(self, raw: bytes) -> None:
         now = time.monotonic()
@@ -419,6 +415,7 @@ class RouterComponent:
     def _render(self) -> str:
         """Metrics text; gauges are read off now. Called from a thread of the runtime."""
         metrics, now = self._metrics, time.monotonic()
+        metrics.retain_guards({guard.name for guard in self._guards.all()})
         for guard in self._index.guards():
             metrics.index_blocks.labels(guard).set(self._index.blocks(guard))
             metrics.inventory_lag.labels(guard).set(self._index.lag(guard))
@@ -428,8 +425,8 @@ class RouterComponent:
         metrics.g1_parked.set(self._g1.parked_blocks)
         metrics.index_bytes.set(self._index.nbytes)
         metrics.index_evicted.set(self._index.evicted_blocks)
-        for state in _GUARD_STATES:
-            metrics.guards.labels(state.lower()).set(self._failovers.counts()[state])
+        for state in STATES:
+            metrics.guards.labels(state).set(self._failovers.counts()[state.upper()])
         alive = set(self._alive)
         routable = {card.worker_id for card in self._workers.ready(alive, float("inf"))}
         down = {worker_id for worker_id in routable if self._workers.is_down(worker_id, now)}

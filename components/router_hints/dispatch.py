@@ -212,7 +212,7 @@ class Dispatcher:
             request = of_tenant(request, metadata, self._tenant_key)
             return request, read_prompt(request, metadata)
         except ConfigError as error:
-            self._books.metrics.requests.labels("", RequestOutcome.INVALID.value).inc()
+            self._books.metrics.ended("", RequestOutcome.INVALID)
             # The frontend tells its client no more than that it was a bad request.
             if str(error) != self._last_refusal:
                 self._last_refusal = str(error)
@@ -244,7 +244,7 @@ class Dispatcher:
         try:
             return await self._placement.place(prompt, tried, visit.turn, visit.view, visit.chain)
         except NoWorker as error:
-            self._books.metrics.requests.labels("", RequestOutcome.NO_WORKER.value).inc()
+            self._books.metrics.ended("", RequestOutcome.NO_WORKER)
             raise _unavailable(str(error)) from error
 
     def _tell(self, placed: Placed, request_id: str) -> None:
@@ -300,11 +300,11 @@ class _Attempt:
         self._learn(now - self._sent_s)
 
     def close(self) -> None:
-        books, made = self._books, self._placed.plan
+        books, made, target = self._books, self._placed.plan, self._placed.target
         books.bookings.release(self._request_id)
         books.underway.end(made.plan_id)
         books.plans.ended(made.plan_id, self.outcome.value)
-        books.metrics.requests.labels(f"{made.rank[0]:x}", self.outcome.value).inc()
+        books.metrics.ended(target.name if target is not None else "", self.outcome)
 
     def _learn(self, seconds: float) -> None:
         books, made, target = self._books, self._placed.plan, self._placed.target

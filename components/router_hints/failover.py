@@ -92,7 +92,7 @@ class Failovers:
         if guard is None or change.incarnation < guard.incarnation:
             self._metrics.state_changes.labels("ignored").inc()
             return
-        self._metrics.state_changes.labels(change.state.lower()).inc()
+        self._metrics.state_changed(change.state.lower())
         # Also when it comes late: an instance id is never used again. The mark ends by itself.
         if change.state == ACTIVE and change.worker_id and self._is_beside(change.worker_id, guard):
             self._workers.mark_dead(change.worker_id, time.monotonic())

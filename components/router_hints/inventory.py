@@ -164,8 +164,6 @@ class InventoryClient:
         self._heard.pop(name, None)
         self._counts.pop(name, None)
         self._slots.pop(name, None)
-        with contextlib.suppress(KeyError):
-            self._metrics.unready_sources.remove(name)
 
     def free_blocks(self) -> dict[str, int]:
         """Room in each pool whose size is known."""

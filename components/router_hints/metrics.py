@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvcr.protocol.events import FETCH
+from kvcr.protocol.events import ACTIONS, FETCH, ActionCode
 from kvcr.protocol.signals import Signal
 from router_hints.heat import HotPrefix
 
 _PLAN_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 _OUTPUT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+STATES = ("empty", "standby", "checking", "active")
+"""Of guards, see :class:`kvcr.guard.view.GuardState`."""
+_CODES = frozenset(ActionCode)
 _FIELDS = {*Signal.__struct_fields__, "wait_s"}
 
 
@@ -41,8 +44,8 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvcr_router_requests_total",
-            "Requests by worker (instance id, hex) and how they ended",
-            ["worker", "outcome"],
+            "Requests by the guard beside their worker (empty: none) and how they ended",
+            ["guard", "outcome"],
             registry=registry,
         )
         self.hints = Counter(
@@ -233,6 +236,9 @@ class Metrics:
             "kvcr_router_bus_dropped_total", "Messages not published because NATS was away", registry=registry
         )
 
+        self._told: set[str] = set()
+        """Guards that may be labels."""
+
         # There from the first scrape on: an increase is only seen from a zero.
         for tier in ("g1", "g2", "peer", "compute"):
             self.planned_tokens.labels(tier)
@@ -242,6 +248,30 @@ class Metrics:
         """A signal was refused. What clients call their fields is no label: they may make up any number."""
         known = field in _FIELDS or not field
         self.signals_refused.labels(way, field if known else "unknown").inc()
+
+    def ended(self, guard: str, outcome: RequestOutcome) -> None:
+        """A request, or an attempt of it, on the worker beside this guard; "" without one."""
+        self._told.add(guard)
+        self.requests.labels(guard, outcome.value).inc()
+
+    def retain_guards(self, known: Collection[str]) -> None:
+        """Forget what was told of guards that are gone: a name may be a pod's, new at each restart."""
+        for name in self._told - {"", *known}:
+            self._told.discard(name)
+            for metric in (self.requests, self.index_blocks, self.inventory_lag, self.unready_sources):
+                metric.remove_by_labels({"guard": name})
+        self._told.update(known)
+
+    def state_changed(self, state: str) -> None:
+        """A guard's state is its word: one of a later release, or of whoever writes to NATS, is no label."""
+        self.state_changes.labels(state if state in STATES else "unknown").inc()
+
+    def answered(self, action: str, code: str, blocks: int, nbytes: int) -> None:
+        """A guard's answer to an action; what it calls action and code is its word, too."""
+        action = action if action in ACTIONS else "unknown"
+        self.actions.labels(action, code if code in _CODES else "unknown").inc()
+        self.acted_blocks.labels(action).inc(blocks)
+        self.acted_bytes.labels(action).inc(nbytes)
 
     def show_hot(self, prefixes: Iterable[tuple[HotPrefix, int]]) -> None:
         """The hottest prefixes in order, each with the number of guards that hold it."""

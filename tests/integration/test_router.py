@@ -322,7 +322,7 @@ def test_a_client_that_disconnects_reaches_the_worker_and_frees_the_booking(scen
     with scene.stack.stream("gone soon", **options) as chunks:
         next(chunks)
     scene.workers["w0"].expect("cancelled")
-    name = f'kvcr_router_requests_total{{outcome="cancelled",worker="{scene.workers["w0"].worker_id:x}"}}'
+    name = 'kvcr_router_requests_total{guard="g0",outcome="cancelled"}'
     until(lambda: scene.stack.metrics().get(name, 0) >= 1, "the request is booked off as cancelled")
 
 

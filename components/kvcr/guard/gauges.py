@@ -29,8 +29,10 @@ def refresh(
         meters.state.set(float(each is state), state=each.value.lower())
     meters.peer_ready.clear()
     meters.peer_way.clear()
-    for peer in peers:
-        label = peer["name"] or peer["endpoint"]
+    known = {peer["name"] or peer["endpoint"]: peer for peer in peers}
+    for of_peers in (meters.peer_pulled_bytes, meters.peer_rate):
+        of_peers.retain("peer", known)
+    for label, peer in known.items():
         meters.peer_ready.set(float(peer["ready"]), peer=label)
         meters.peer_pulled_bytes.inc(0, peer=label)
         if peer["ready"]:
