@@ -39,6 +39,8 @@ from kvcr.protocol.events import (
     envelope,
     event,
 )
+from tests.integration.router_stack import BLOCK, Stack
+from tests.integration.tiny_tokenizer import write_model
 
 OK, MISS = BlockStatus.OK, BlockStatus.MISS
 
@@ -117,6 +119,35 @@ def test_a_guard_pulls_nothing_from_one_of_another_protocol_and_says_why(
         # Each goes on with its own engine.
         target.deposit(keys, root)
         assert all(target.right(keys))
+
+
+# --- router and guard ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [peer.VERSION - 1, peer.VERSION + 1], ids=["older", "newer"])
+def test_a_router_of_another_protocol_is_not_told_what_a_guard_holds_and_serves(
+    tmp_path: Path, shm_dir: Path, other: Any, version: int
+) -> None:
+    stack = Stack(tmp_path, write_model(tmp_path / "tiny"))
+    try:
+        guard = stack.real_guard("g0", shm_dir / "g0")
+        worker = stack.worker("w0", "--control", guard.control, "--guard-socket", guard.socket)
+        stack.frontend()
+        # Whoever starts after the guard asks it for what is there.
+        router = stack.router(**other({"kvcr.protocol.peer.VERSION": version}))
+        stack.ready()
+        assert stack.ask("a long story. ".ljust(20 * BLOCK, "x"))[0] == 200
+        worker.expect("served")
+        refusals = 'kvcr_peer_refusals_total{code="version"}'
+        until(lambda: guard.metrics().get(refusals, 0) >= 1, "the guard refuses the router, and counts it")
+        told = f"peer protocol {version}, this guard speaks {peer.VERSION}"
+        until(
+            lambda: told in router.log.read_text(), "the router says why it does not know the guard's blocks"
+        )
+        assert stack.ask("a long story. ".ljust(20 * BLOCK, "x"))[0] == 200
+        assert "kv_hint" not in worker.expect("request")["request"]
+    finally:
+        stack.close()
 
 
 # --- hints --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from kvcr.tracing import ENABLED_ENV, open_tracer
 from kvcr.transfer import nixl
-from tests.integration.otlp import Collector, Received
+from tests.integration.otlp import Collector, GrpcCollector, HttpCollector, Received
 from tests.integration.router_stack import BLOCK, RealGuard, Stack, Worker, at_once, until
 from tests.integration.tiny_tokenizer import write_model
 
@@ -28,7 +28,13 @@ TOKENS_PER_S = 500
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as collector:
+    with HttpCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(params=[GrpcCollector, HttpCollector], ids=["grpc", "http"])
+def either_collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
+    with request.param() as collector:
         yield collector
 
 
@@ -180,8 +186,9 @@ def test_on_one_host_a_fetch_needs_no_lease_and_its_trace_shows_none(
 
 
 def test_what_is_recorded_and_what_is_passed_on(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
+    either_collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    collector = either_collector
     for name, value in collector.environment.items():
         monkeypatch.setenv(name, value)
     tracer = open_tracer("kvcr-test", "one")
@@ -199,6 +206,17 @@ def test_what_is_recorded_and_what_is_passed_on(
     below, above = (only(collector.of("kvcr-test", name)) for name in ("below", "root"))
     assert (below.trace_id, below.parent_id) == (above.trace_id, above.span_id)
     assert below.attributes == {"kvcr.blocks": 3}
+
+
+def test_grpc_is_the_protocol_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with GrpcCollector() as collector:
+        for name, value in collector.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL")
+        tracer = open_tracer("kvcr-test", "one")
+        tracer.start("root", "", root=True).end()
+        tracer.close()
+        assert [span.name for span in collector.spans] == ["root"]
 
 
 def test_without_the_switch_no_package_is_loaded_and_the_trace_is_passed_on() -> None:
