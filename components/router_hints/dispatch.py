@@ -59,9 +59,10 @@ _UNREACHABLE = (
     StreamIncomplete,
     WorkerUnavailable,
 )
-_UNREACHABLE_TEXT = "Unavailable: "
-"""How the binding of 1.6.1 spells a refused connection, an unknown instance and a stream that broke off:
-plain Exception or ValueError with this beginning (observed)."""
+_UNREACHABLE_TEXT = ("Unavailable: ", "DeadlineExceeded: ")
+"""How the binding of 1.6.1 spells a refused connection, an unknown instance and a stream that broke off, and
+a worker that was stopped and takes no request for 5 s: plain Exception or ValueError with this beginning
+(observed)."""
 
 
 class Context(Protocol):

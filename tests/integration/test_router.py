@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -515,8 +517,21 @@ def test_a_worker_killed_before_its_first_output_costs_a_plan_not_the_request(st
             break
     assert victim.process.poll() is not None
     assert set(answers) == {200}
-    metrics = stack.metrics()
-    assert sum(v for k, v in metrics.items() if 'outcome="unreachable"' in k) >= 1
+
+    def unreachable() -> float:
+        return sum(v for k, v in stack.metrics().items() if 'outcome="unreachable"' in k)
+
+    before = unreachable()
+    assert before >= 1
+    # Stopped, it is connected to and takes no request.
+    stopped = stack.worker("w3")
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        numbers = iter(range(20))
+        while unreachable() == before:
+            assert stack.ask(f"{next(numbers)} finds it stopped")[0] == 200
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
 
 
 def test_all_workers_gone_is_a_503_and_a_new_worker_is_used(stack: Stack) -> None:
