@@ -69,7 +69,9 @@ class Host(Protocol):
 
     name: str
     pool: Pool | None
-    local: LocalRegions | None
+
+    @property
+    def local(self) -> LocalRegions | None: ...
 
 
 class _Envelope(msgspec.Struct):

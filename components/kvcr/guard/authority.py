@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +27,7 @@ from kvcr.guard.deposits import Deposits
 from kvcr.guard.engines import EngineServer
 from kvcr.guard.fetches import Fetches
 from kvcr.guard.g1 import G1Drops
-from kvcr.guard.inspecting import blocks_of
+from kvcr.guard.inspecting import blocks_of, facts_of
 from kvcr.guard.invalidate import Invalidations
 from kvcr.guard.inventory import InventoryLog
 from kvcr.guard.loop import Loop
@@ -41,10 +39,13 @@ from kvcr.guard.reception import Reception
 from kvcr.guard.reports import Reports
 from kvcr.guard.scrub import Scrubber
 from kvcr.guard.seat import Seat
+from kvcr.guard.selfcheck import SelfCheck
 from kvcr.guard.serving import Caller, PeerServer
+from kvcr.guard.states import States
 from kvcr.guard.tombstones import Tombstones
 from kvcr.guard.tracing import RequestTraces
 from kvcr.guard.transit import TransitSlots
+from kvcr.guard.transports import Transports
 from kvcr.guard.view import GuardState
 from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
@@ -80,10 +81,6 @@ QUICK_CHECKS_S = 0.3
 """After the last connection closed, the locks are looked at every 3 ms for so long, and then once a second: a
 process that was killed drops its locks a moment after its sockets. A look takes 50 us for one rank."""
 
-SELF_CHECK_AFTER_S = 5.0
-"""The directory is compared with what the guard believes once in each period as quiet as this: 53 ms of this
-thread for 200,000 blocks."""
-
 MOVERS = 2
 CLOSE_S = 0.4
 
@@ -106,45 +103,28 @@ class Guard:
         self.addresses = addresses.plan(config)
         self._plugin_entries = plugins.find()
         plugins.require_known(config.transport, self._plugin_entries)
-        self.plugins: dict[str, plugins.Plugin] = {}
-        self.canary: Canary | None = None
         self.incarnation = time.time_ns() // 1000
         self.pool: Pool | None = None
-        self.local: LocalRegions | None = None
-        self.peer_context: PeerContext | None = None
+        self.transports: Transports | None = None
         self.control_endpoint = ""
         self.metrics_endpoint = ""
         self.loop = Loop()
         self.meters = Meters()
         self.peers = Peers(config.peers)
         self.inventory = InventoryLog(self.name, self.incarnation)
-        self._state_subscribers: list[Callable[[StateChange], None]] = []
-        self._last_change = StateChange(
-            self.name,
-            self.incarnation,
-            epoch=0,
-            previous=GuardState.EMPTY,
-            state=GuardState.EMPTY,
-            worker_id=0,
-            unix_s=time.time(),
-            seconds=0.0,
-        )
-        self._changed_s = time.monotonic()
+        self._states = States(self.name, self.incarnation)
         self._past_epoch = 0
         """A new pool starts above this: that of a pool that was here, or that is remembered elsewhere."""
         self._last_tick_s = 0.0
-        self._busy_s = time.monotonic()
-        self._self_checked = False
+        self._self_check = SelfCheck(self.meters)
         self._collecting = False
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
         self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
-        self._nixl: NixlProcess | None = None
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._lonely_since_s: float | None = time.monotonic()
         self._next_links_s = 0.0
         self._lock: FileLock | None = None
-        self._thread: threading.Thread | None = None
         self._evicted: dict[str, int] = {}
         self.lingered = False
         """The guard stopped because no engine came for ``linger_s``."""
@@ -200,7 +180,7 @@ class Guard:
             self.meters,
             self._engines,
             self._server,
-            self._not_idle,
+            self._self_check.busy,
             lambda: self._listener.gone(),
         )
         self._listener = Listener(self.loop, self.unix_socket, reception.welcome, reception.refused)
@@ -224,7 +204,6 @@ class Guard:
 
     def run(self) -> None:
         """Serve until :meth:`stop`, then close everything."""
-        self._thread = threading.current_thread()
         self._tick()
         self.loop.later(0.0, self._look_around)
         try:
@@ -242,18 +221,7 @@ class Guard:
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """Run on the authority thread and wait for the result. Raises TimeoutError, and what it raises."""
-        if threading.current_thread() is self._thread:
-            return function()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001, it is raised in the thread that called
-                future.set_exception(error)
-
-        self.loop.post(work)
-        return future.result(timeout_s)
+        return self.loop.call(function, timeout_s)
 
     def _close(self) -> None:
         self._fetches.stop_all()
@@ -263,10 +231,9 @@ class Guard:
         for member in list(self.seat.members):
             member.connection.close()
         self._movers.close(CLOSE_S)
-        self._close_plugins()
         remove = self.lingered or self.config.remove_pool_on_exit
-        if self._nixl is not None:
-            self._nixl.close(CLOSE_S, unlink=remove)
+        if self.transports is not None:
+            self.transports.close(CLOSE_S, unlink=remove)
         self._zmq.destroy(linger=0)
         if self.pool is not None:
             self.pool.close(unlink=remove)
@@ -296,8 +263,7 @@ class Guard:
         now_s = time.monotonic()
         if self.pool is not None:
             self.pool.tick(now_s)
-            if not self._self_checked and now_s - self._busy_s >= SELF_CHECK_AFTER_S:
-                self._self_check(self.pool)
+            self._self_check.tick(self.pool, now_s)
         self._scrubber.tick(now_s)
         self.seat.check(self.pool)
         if now_s >= self._next_links_s:
@@ -315,21 +281,6 @@ class Guard:
             log.info("no engine for %.0f s: leaving", now_s - self._lonely_since_s)
             self.lingered = True
             self.stop()
-
-    def _self_check(self, pool: Pool) -> None:
-        self._self_checked = True
-        try:
-            pool.check_invariants()
-        except PoolCorrupt as error:
-            # Told and not acted upon: every block is still verified before anybody uses it.
-            log.critical("self-check: %s", error)
-            self.meters.self_checks.inc(result="broken")
-        else:
-            self.meters.self_checks.inc(result="ok")
-
-    def _not_idle(self) -> None:
-        self._busy_s = time.monotonic()
-        self._self_checked = False
 
     # --- the pool ---------------------------------------------------------------------------------
 
@@ -402,36 +353,28 @@ class Guard:
             time.sleep(0.01)
 
     def _use(self, pool: Pool) -> None:
-        ranks = range(pool.layout.ranks)
         self.pool = pool
-        self.local = LocalRegions(
-            pool.layout,
-            [pool.data(rank).rows for rank in ranks],
-            [pool.region(rank).address for rank in ranks],
-        )
-        self.canary = Canary(self.local, pool.slots, self.incarnation)
-        self.plugins = plugins.load(self._plugin_entries, self.local, self._movers, self.loop.post)
-        for rank in ranks:
-            pool.data(rank).populate_aside()
-        self._evicted = {}
-        self.peer_context = PeerContext(
+        self.transports = Transports(
+            pool,
+            self.config,
             loop=self.loop,
-            zmq=self._zmq,
-            name=self.name,
+            zmq_context=self._zmq,
             incarnation=self.incarnation,
             place=self.place,
             secret=self.secret,
-            choice=self.config.transport,
-            local=self.local,
-            canary=self.canary,
-            layout_digest=pool.layout.digest(),
             movers=self._movers,
             meters=self.meters,
-            nixl_backend=self.config.nixl_backend,
-            nixl=self.nixl,
-            plugins=self.plugins,
+            plugin_entries=self._plugin_entries,
         )
-        self._warm_up()
+        for rank in range(pool.layout.ranks):
+            pool.data(rank).populate_aside()
+        self._evicted = {}
+        self._get_ready_for_peers()
+
+    def _get_ready_for_peers(self) -> None:
+        """Make ahead what pulls from the peers that are known will need."""
+        if self.transports is not None:
+            self.transports.warm_up({record.boot_id for record in self.peers.records().values()})
         self._open_links()
 
     def _open_links(self) -> None:
@@ -440,59 +383,23 @@ class Guard:
         if self.peer_context is not None and self.control_endpoint:
             self.peers.open_ahead(self.peer_context, self.control_endpoint, time.monotonic())
 
-    def _warm_up(self) -> None:
-        """Make NIXL agents ahead when it is sure that they will be needed."""
-        records = self.peers.records().values()
-        remote = any(record.boot_id not in ("", self.place.boot_id) for record in records)
-        if (
-            self.pool is not None
-            and self.config.transport != "shm"
-            and (self.config.transport == "nixl" or remote)
-        ):
-            self.nixl().warm_up()
-
     def _discard(self) -> None:
         """Drop the pool, as its layout is of no use to the engine that comes."""
         log.warning("discarding the pool in %s: its layout is not the engine's", self.pool_dir)
         self._fetches.stop_all()
         self._server.end_all()
         self.peers.close()
-        if self._nixl is not None:
-            # It writes to the files of the old pool, if at all, and is on its way out.
-            self._nixl.close(0.0)
-            self._nixl = None
+        if self.transports is not None:
+            # Its NIXL process writes to the files of the old pool, if at all, and is on its way out.
+            self.transports.close(0.0)
         self.inventory.all_removed(self._pool)
         self._past_epoch = max(self._past_epoch, self._pool.epoch)
         self._pool.close(unlink=True)
-        self._close_plugins()
-        self.pool = self.local = self.peer_context = self.canary = None
-
-    def _close_plugins(self) -> None:
-        for plugin in self.plugins.values():
-            try:
-                plugin.close()
-            except Exception:
-                log.exception("closing a transport plugin failed")
-        self.plugins = {}
-
-    def nixl(self) -> NixlProcess:
-        """Made at the first call. There must be a pool."""
-        if self._nixl is None:
-            assert self.local is not None
-            self._nixl = NixlProcess(
-                f"{self.name}-{self.incarnation:x}",
-                Path(self.pool_dir),
-                self.incarnation,
-                self.local,
-                self.loop,
-                self.config.nixl_backend,
-                self.config.nixl_params,
-            )
-        return self._nixl
+        self.pool = self.transports = None
 
     def pool_changed(self) -> None:
         """Publish what changed, a moment later."""
-        self._not_idle()
+        self._self_check.busy()
         if not self._collecting:
             self._collecting = True
             self.loop.later(COLLECT_S, self._collect)
@@ -517,6 +424,29 @@ class Guard:
             self._server.handle(to_server.decode(raw), Caller(), answer)
         except ProtocolError as error:
             self._control.refused("malformed", str(error))
+
+    # --- what its parts need ----------------------------------------------------------------------
+
+    @property
+    def local(self) -> LocalRegions | None:
+        return self.transports.local if self.transports is not None else None
+
+    @property
+    def canary(self) -> Canary | None:
+        return self.transports.canary if self.transports is not None else None
+
+    @property
+    def plugins(self) -> Mapping[str, plugins.Plugin]:
+        return self.transports.plugins if self.transports is not None else {}
+
+    @property
+    def peer_context(self) -> PeerContext | None:
+        return self.transports.peer_context if self.transports is not None else None
+
+    def nixl(self) -> NixlProcess:
+        """Made at the first call. There must be a pool."""
+        assert self.transports is not None
+        return self.transports.nixl()
 
     # --- the view ---------------------------------------------------------------------------------
 
@@ -552,7 +482,7 @@ class Guard:
         self.inventory.subscribe(callback)
 
     def act(self, act: Act, done: Callable[[], None]) -> None:
-        self._not_idle()
+        self._self_check.busy()
         self._actions.act(act, done)
 
     def subscribe_results(self, callback: Callable[[ActionResult], None]) -> None:
@@ -569,8 +499,7 @@ class Guard:
         return count
 
     def subscribe_state(self, callback: Callable[[StateChange], None]) -> None:
-        self._state_subscribers.append(callback)
-        callback(self._last_change)
+        self._states.subscribe(callback)
 
     def raise_epoch(self, above: int) -> int:
         """See :meth:`kvcr.guard.view.GuardView.raise_epoch`."""
@@ -586,8 +515,7 @@ class Guard:
 
     def set_peers(self, peers: dict[str, PeerRecord]) -> None:
         self.peers.set_found(peers)
-        self._warm_up()
-        self._open_links()
+        self._get_ready_for_peers()
 
     def heartbeat(self) -> Heartbeat:
         beat = self.inventory.heartbeat(self.pool)
@@ -616,23 +544,12 @@ class Guard:
                 "pids": list(self.seat.pids),
                 "connections": len(self.seat.members),
             },
-            "pool": None
-            if pool is None
-            else {
-                "dir": str(pool.dir),
-                "epoch": pool.epoch,
-                "slots": pool.slots,
-                "slot_part_bytes": pool.slot_part_bytes,
-                "layout_digest": pool.layout.digest(),
-                "counts": {state.name: count for state, count in pool.counts().items()},
-                "lifetime": "outlives the engine; ends with its tmpfs mount"
-                + (f", or {self.config.linger_s:.0f} s without an engine" if self.config.linger_s else ""),
-            },
+            "pool": facts_of(pool, self.config.linger_s) if pool is not None else None,
             "peers": self.peers.status(),
             "pulls": self._fetches.status(),
             "given_up": self._fetches.give_ups.status(),
             "transit_slots": self._fetches.transit.used,
-            "nixl": self._nixl.status() if self._nixl is not None else None,
+            "nixl": self.transports.nixl_status() if self.transports is not None else None,
             "leases": self._server.lease_count,
             "inventory_sequence": self.inventory.sequence,
         }
@@ -656,35 +573,18 @@ class Guard:
         return self.pool.listing(time.monotonic()) if self.pool is not None else None
 
     def _state_changed(self, previous: GuardState, state: GuardState) -> None:
-        now_s = time.monotonic()
-        self._last_change = StateChange(
-            self.name,
-            self.incarnation,
-            epoch=self.epoch,
-            previous=previous,
-            state=state,
-            worker_id=0,
-            unix_s=time.time(),
-            seconds=now_s - self._changed_s,
-        )
-        self._changed_s = now_s
+        change = self._states.changed(previous, state, self.epoch)
         if state is GuardState.CHECKING:
-            suspected = self._last_change
-            self.loop.later(DEATH_CHECK_S, lambda: self._look_for_death(suspected))
-        for callback in list(self._state_subscribers):
-            try:
-                callback(self._last_change)
-            except Exception:
-                log.exception("a subscriber to the state failed and is dropped")
-                self._state_subscribers.remove(callback)
+            self.loop.later(DEATH_CHECK_S, lambda: self._look_for_death(change))
 
     def _look_for_death(self, suspected: StateChange) -> None:
         self.seat.check(self.pool)
-        if self._last_change is suspected and time.monotonic() - self._changed_s < QUICK_CHECKS_S:
+        if self._states.last is suspected and self._states.age_s < QUICK_CHECKS_S:
             self.loop.later(DEATH_CHECK_S, lambda: self._look_for_death(suspected))
 
     def _refresh_gauges(self) -> None:
         """On the metrics thread: reads only."""
+        transports = self.transports
         gauges.refresh(
             self.meters,
             self.pool,
@@ -693,7 +593,7 @@ class Guard:
             lease_count=self._server.lease_count,
             transit=self._fetches.transit,
             sequence=self.inventory.sequence,
-            nixl_restarts=self._nixl.restarts if self._nixl is not None else 0,
+            nixl_restarts=transports.nixl_restarts if transports is not None else 0,
         )
 
 

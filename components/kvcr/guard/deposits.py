@@ -26,7 +26,9 @@ class Host(Protocol):
     """What deposits need of the guard."""
 
     pool: Pool | None
-    local: LocalRegions | None
+
+    @property
+    def local(self) -> LocalRegions | None: ...
 
     def pool_changed(self) -> None: ...
 

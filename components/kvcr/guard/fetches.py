@@ -57,8 +57,9 @@ class Host(Protocol):
 
     pool: Pool | None
     peers: Peers
-    peer_context: PeerContext | None
 
+    @property
+    def peer_context(self) -> PeerContext | None: ...
     def pool_changed(self) -> None: ...
 
 

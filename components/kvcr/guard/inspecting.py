@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pool says of single blocks, for people."""
+"""What a pool says of itself and of single blocks, for people. JSON-ready."""
 
 from __future__ import annotations
 
@@ -12,8 +12,24 @@ MAX_INSPECT_KEYS = 2048
 """That a guard answers for at once."""
 
 
+def facts_of(pool: Pool, linger_s: float) -> dict[str, Any]:
+    """``linger_s``: how long its guard waits for an engine; 0: for ever."""
+    lifetime = "outlives the engine; ends with its tmpfs mount"
+    if linger_s:
+        lifetime += f", or {linger_s:.0f} s without an engine"
+    return {
+        "dir": str(pool.dir),
+        "epoch": pool.epoch,
+        "slots": pool.slots,
+        "slot_part_bytes": pool.slot_part_bytes,
+        "layout_digest": pool.layout.digest(),
+        "counts": {state.name: count for state, count in pool.counts().items()},
+        "lifetime": lifetime,
+    }
+
+
 def blocks_of(pool: Pool, keys: bytes) -> list[dict[str, Any]]:
-    """JSON-ready facts about each of these blocks; ``tier`` is None where it is not here."""
+    """Facts about each of these blocks; ``tier`` is None where it is not here."""
     found = pool.lookup(keys)
     blocks = []
     for index, slot in enumerate(found.slots.tolist()):

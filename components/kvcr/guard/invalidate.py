@@ -37,7 +37,8 @@ Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 class Host(Protocol):
     """What dropping needs of the guard."""
 
-    local: LocalRegions | None
+    @property
+    def local(self) -> LocalRegions | None: ...
 
     def pool_changed(self) -> None: ...
 

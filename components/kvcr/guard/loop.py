@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import heapq
 import itertools
 import logging
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
 Callback = Callable[[], None]
+T = TypeVar("T")
 
 
 class Timer:
@@ -34,7 +38,7 @@ class Timer:
 
 
 class Loop:
-    """Everything but :meth:`post` and :meth:`stop` belongs to the thread that calls :meth:`run`.
+    """Belongs to the thread that calls :meth:`run`, but for :meth:`post`, :meth:`call` and :meth:`stop`.
 
     An exception in a callback is logged and the loop goes on: the pool outlives a bad message.
     """
@@ -49,11 +53,30 @@ class Loop:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._running = True
+        self._thread: threading.Thread | None = None
 
     def post(self, callback: Callback) -> None:
         """Run ``callback`` on the loop's thread. From any thread or signal handler; never waits."""
         self._posted.append(callback)
         os.eventfd_write(self._wake, 1)
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Run ``function`` on the loop's thread and wait for its result. From any thread.
+
+        Raises TimeoutError, and what ``function`` raises.
+        """
+        if threading.current_thread() is self._thread:
+            return function()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001, it is raised in the thread that called
+                future.set_exception(error)
+
+        self.post(work)
+        return future.result(timeout_s)
 
     def stop(self) -> None:
         """End :meth:`run` after the current round. From any thread or signal handler."""
@@ -85,6 +108,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until :meth:`stop`."""
+        self._thread = threading.current_thread()
         while self._running:
             self.run_once(None)
 

@@ -42,7 +42,9 @@ class Host(Protocol):
     """What prefetches need of the guard."""
 
     pool: Pool | None
-    local: LocalRegions | None
+
+    @property
+    def local(self) -> LocalRegions | None: ...
 
 
 class _Nobody:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,9 +71,11 @@ class Host(Protocol):
     place: Place
     unix_socket: str
     pool: Pool | None
-    canary: Canary | None
-    plugins: dict[str, Plugin]
 
+    @property
+    def canary(self) -> Canary | None: ...
+    @property
+    def plugins(self) -> Mapping[str, Plugin]: ...
     def nixl(self) -> NixlProcess: ...
     def discard(self, keys: bytes, plan_id: str, who: str) -> int:
         """Drop these blocks in every tier, unless they are in use or pinned; returns how many went."""
