@@ -7,44 +7,34 @@ vLLM calls every method on the scheduler's thread.
 from __future__ import annotations
 
 import bisect
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcr.client import FetchState, Grants, LoadSpec, SaveSpec
+from kvcr.client import LoadSpec
 from kvcr.client.hints import FetchHint, missing_run, sources_for
 from kvcr.config import EngineConfig
 from kvcr.keys import BlockKey, KeySpace
-from kvcr.protocol.engine import DropG1, Source
+from kvcr.protocol.engine import Source
 from kvcr.vllm import g1
-from kvcr.vllm.chain import UNBOUNDED, RequestChain, key_space
+from kvcr.vllm.chain import RequestChain, key_space
 from kvcr.vllm.hints import request_actions, request_hint, traceparent
 from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
+from kvcr.vllm.port import SchedulerPort
+from kvcr.vllm.requests import RequestState, SchedulerCounters
+from kvcr.vllm.saves import Saves
 from kvcr.vllm.speed import PrefillSpeed
-
-logger = logging.getLogger(__name__)
-
-MAX_SAVES_PER_STEP = 2048
-"""Blocks looked at for saving in one step; the rest follows in the next. Keeps a step's cost bounded."""
 
 MAX_ROOTS = 4096
 """Key-space roots kept; one per tenant and adapter seen."""
-
-MAX_CORRUPT = 65_536
-"""Keys of damaged blocks that are remembered until they are saved again."""
 
 MIN_DEADLINE_S = 0.05
 
 MIN_LOCAL_ESTIMATE_MS = 200.0
 """A pull is given this long however fast the engine computes: what is won below is within the noise."""
-
-Positions = npt.NDArray[np.int64]
 
 LEASE_WAIT_SHARE = 0.05
 """Share of the time to recompute that a request may wait for the lease reply, if that is more than
@@ -54,99 +44,6 @@ cores one reply in five took longer than 50 ms, with 14 s to recompute.)"""
 FETCH_PAUSE_S = 1.0
 """After a guard missed a lease reply, requests go on without asking it for this long: each one that asks
 waits for it."""
-
-
-class SchedulerPort(Protocol):
-    """What the connector needs of :class:`kvcr.client.SchedulerHandle`."""
-
-    @property
-    def connected(self) -> bool: ...
-    @property
-    def grants_available(self) -> int: ...
-    @property
-    def own_endpoint(self) -> str: ...
-    def poll(self) -> None: ...
-    def lookup(self, keys: bytes) -> npt.NDArray[np.bool_]: ...
-    def use(self, keys: bytes) -> None: ...
-    def take_grants(self, count: int) -> Grants: ...
-    def give_back(self, grants: Grants) -> None: ...
-    def fetch(
-        self,
-        request_id: str,
-        *,
-        first: int,
-        parent: bytes,
-        keys: bytes,
-        engine_hashes: npt.NDArray[np.uint64],
-        sources: list[Source],
-        deadline_ms: float,
-        give_up_ms: float = ...,
-        plan_id: str = ...,
-        no_retain: bool = ...,
-        move: bool = ...,
-        action_id: str = ...,
-        local_estimate: bool = ...,
-        traceparent: str = ...,
-    ) -> FetchState: ...
-    def act(self, request_id: str, envelope: bytes) -> None: ...
-    def take_drops(self) -> list[DropG1]: ...
-    def dropped(self, drop: DropG1, count: int) -> None: ...
-    def fetch_state(self, request_id: str) -> FetchState | None: ...
-    def finish(self, request_id: str) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass
-class _Request:
-    """What the connector remembers of a request, from ``on_new_request`` to ``request_finished``."""
-
-    request: Any
-    chain: RequestChain
-    deadline_ms: float
-    lease_wait_s: float
-    saved: int = 0
-    """Blocks before this one are saved, being saved, or were in the pool when looked at."""
-    jobs: set[int] = field(default_factory=set)
-    """Save jobs that workers have not finished."""
-    queried: bool = False
-    drops: int = 0
-    """Number of the last drop in G1 that was carried out before this request began."""
-    keep: int = UNBOUNDED
-    """Blocks from here on are not saved, and leave G1 with the request: all blocks of a one-off turn, and
-    those from an invalidated one on."""
-    one_off: bool = False
-    g1_hits: int | None = None
-    """Blocks from the start that were in G1 when it was first scheduled: others' too."""
-    offer: tuple[int, int] = (0, 0)
-    """First block and number of blocks of the last answer to ``get_num_new_matched_tokens``."""
-    loading_into: frozenset[int] = frozenset()
-    """G1 blocks of a running load."""
-    load_failed: bool = False
-    spent: bool = False
-    """Blocks that came for this request alone were loaded once, and are nowhere any more."""
-
-
-@dataclass
-class _Job:
-    request_id: str
-    keys: list[bytes]
-    ranks_left: int
-
-
-@dataclass
-class SchedulerCounters:
-    """Since the last :meth:`ConnectorScheduler.take_counters`."""
-
-    queried_blocks: int = 0
-    asked_blocks: int = 0
-    local_blocks: int = 0
-    fetched_blocks: int = 0
-    fetches: int = 0
-    lease_timeouts: int = 0
-    keyless_blocks: int = 0
-    unsaved_blocks: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Hints and parts of hints that were not used, by reason"""
 
 
 class ConnectorScheduler:
@@ -168,19 +65,13 @@ class ConnectorScheduler:
         self._model = model
         self._block_size = block_size
         self._group = group
-        self._ranks = ranks
         self._clock = clock
         self._block_pool: Any = None
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._roots: dict[KeySpace, BlockKey] = {}
         self._loads: list[LoadSpec] = []
         self._delayed: list[str] = []
-        self._jobs: dict[int, _Job] = {}
-        self._assigned: set[bytes] = set()
-        """Keys being saved."""
-        self._corrupt: set[bytes] = set()
-        """Keys that the directory may still list though their bytes did not verify."""
-        self._next_job = 1
+        self._saves = Saves(handle, config, block_size=block_size, group=group, ranks=ranks)
         self._drops = 0
         self._no_fetch_before_s = 0.0
         self.prefill = PrefillSpeed()
@@ -199,7 +90,7 @@ class ConnectorScheduler:
         self._carry_out_drops()
         space = key_space(self._config.namespace, self._model, self._group, request)
         chain = RequestChain(request, self._root(space), self._block_size)
-        state = _Request(request, chain, self._config.load_deadline_ms, self._config.lease_wait_ms / 1000)
+        state = RequestState(request, chain, self._config.load_deadline_ms, self._config.lease_wait_ms / 1000)
         state.drops = self._drops
         self._requests[request.request_id] = state
         keyed = chain.extend()
@@ -314,7 +205,9 @@ class ConnectorScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 state.jobs.clear()
-        metadata = StepMetadata(self._loads, self._plan_saves(output), preempted, self._delayed)
+        metadata = StepMetadata(
+            self._loads, self._saves.plan(output, self._requests, self._counters), preempted, self._delayed
+        )
         self._loads, self._delayed = [], []
         return metadata
 
@@ -331,9 +224,8 @@ class ConnectorScheduler:
         worker = output.kv_connector_worker_meta
         if isinstance(worker, WorkerMetadata):
             for job_id, ranks in worker.saved.items():
-                self._job_done(job_id, ranks)
-            if len(self._corrupt) < MAX_CORRUPT:
-                self._corrupt |= worker.corrupt
+                self._saves.done(job_id, ranks, self._requests)
+            self._saves.damaged(worker.corrupt)
 
     def reset(self, model: str) -> None:
         """``reset_cache``: blocks belong to other weights now. Running requests are not keyed any more."""
@@ -360,7 +252,7 @@ class ConnectorScheduler:
             root = self._roots[space] = space.root()
         return root
 
-    def _fetch(self, state: _Request, hint: FetchHint | None) -> None:
+    def _fetch(self, state: RequestState, hint: FetchHint | None) -> None:
         request, chain = state.request, state.chain
         stop = min((request.num_tokens - 1) // self._block_size, len(chain))
         if hint is not None:
@@ -435,120 +327,6 @@ class ConnectorScheduler:
         for state in self._requests.values():
             if not failed.isdisjoint(state.loading_into):
                 state.load_failed = True
-
-    def _plan_saves(self, output: Any) -> list[SaveSpec]:
-        budget = min(self._handle.grants_available, MAX_SAVES_PER_STEP)
-        if not output.num_scheduled_tokens or budget == 0:
-            return []
-        candidates = self._candidates(output)
-        if not candidates:
-            return []
-        present = self._handle.lookup(
-            b"".join(state.chain.blob(state.saved, stop) for state, stop in candidates)
-        )
-        plans: list[tuple[_Request, Positions]] = []
-        offset = 0
-        for state, stop in candidates:
-            start = state.saved
-            here = present[offset : offset + stop - start]
-            offset += stop - start
-            if self._corrupt:
-                # The guard has been told, and has dropped them by the time that it hears of this save.
-                rows = state.chain.rows(np.arange(start, stop)).tolist()
-                here &= np.fromiter((key not in self._corrupt for key in rows), np.bool_, len(rows))
-            positions, state.saved = self._choose(state, start, here, budget)
-            budget -= len(positions)
-            if len(positions):
-                plans.append((state, positions))
-        if not plans:
-            return []
-        grants = self._handle.take_grants(sum(len(positions) for _, positions in plans))
-        return self._specs(output, plans, grants)
-
-    def _candidates(self, output: Any) -> list[tuple[_Request, int]]:
-        """Requests with blocks that are full after this step and were not looked at yet."""
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        found = []
-        left = MAX_SAVES_PER_STEP
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None:
-                continue
-            # Not past the hashed blocks: tokens of speculation may yet be rejected.
-            full = min((computed[request_id] + scheduled) // self._block_size, state.chain.extend())
-            if not self._config.deposit_decode:
-                full = min(full, state.request.num_prompt_tokens // self._block_size)
-            full = min(full, state.saved + left, state.keep)
-            if full > state.saved:
-                found.append((state, full))
-                left -= full - state.saved
-        return found
-
-    def _choose(
-        self, state: _Request, start: int, present: npt.NDArray[np.bool_], budget: int
-    ) -> tuple[Positions, int]:
-        """Positions to save, and the position up to which nothing is left to do."""
-        positions = np.flatnonzero(~present) + start
-        keys = state.chain.rows(positions).tolist()
-        if not self._assigned.isdisjoint(keys):
-            # Another request computes the same blocks right now. A loop over blocks: 50 ns each, then only.
-            fresh = np.fromiter((key not in self._assigned for key in keys), np.bool_, len(keys))
-            positions, keys = positions[fresh], state.chain.rows(positions[fresh]).tolist()
-        left = start + len(present)
-        if len(positions) > budget:
-            self._counters.unsaved_blocks += 1
-            left = int(positions[budget])
-            positions, keys = positions[:budget], keys[:budget]
-        self._assigned.update(keys)
-        self._corrupt.difference_update(keys)
-        return positions, left
-
-    def _specs(self, output: Any, plans: list[tuple[_Request, Positions]], grants: Grants) -> list[SaveSpec]:
-        specs = []
-        offset = 0
-        for state, at in plans:
-            chain = state.chain
-            request_id = state.request.request_id
-            where = slice(offset, offset + len(at))
-            offset += len(at)
-            table = np.array(output.kv_connector_block_state.get_block_ids(request_id)[self._group], "<i4")
-            keys = chain.rows(at)
-            hashes = chain.engine_hashes(int(at[0]), int(at[-1]) + 1)[at - at[0]]
-            specs.append(
-                SaveSpec(
-                    job_id=self._next_job,
-                    request_id=request_id,
-                    pool_token=grants.pool_token,
-                    epoch=grants.epoch,
-                    slots=grants.slots[where].astype("<i4").tobytes(),
-                    generations=grants.generations[where].astype("<u8").tobytes(),
-                    block_ids=table[at].tobytes(),
-                    keys=keys.tobytes(),
-                    parents=chain.parent_rows(at).tobytes(),
-                    engine_hashes=hashes.astype("<u8").tobytes(),
-                    positions=at.astype("<u4").tobytes(),
-                    drops=state.drops,
-                )
-            )
-            self._jobs[self._next_job] = _Job(request_id, keys.tolist(), self._ranks)
-            state.jobs.add(self._next_job)
-            self._next_job += 1
-        return specs
-
-    def _job_done(self, job_id: int, ranks: int) -> None:
-        job = self._jobs.get(job_id)
-        if job is None:
-            return
-        job.ranks_left -= ranks
-        if job.ranks_left > 0:
-            return
-        del self._jobs[job_id]
-        self._assigned.difference_update(job.keys)
-        state = self._requests.get(job.request_id)
-        if state is not None:
-            state.jobs.discard(job_id)
 
 
 def _prompt_tokens(output: Any) -> int:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvcr.client import WorkerCounters
-from kvcr.vllm.scheduler import SchedulerCounters
+from kvcr.vllm.requests import SchedulerCounters
 
 COUNTERS = {
     "loaded_blocks": "KV blocks copied from the pool into engine memory",
