@@ -243,4 +243,6 @@ def _reason(
         return Reason.SPREAD if hot_s > chosen.fetch_s else Reason.COPY
     if no_budget:
         return Reason.BUDGET
+    if not request.reusable_blocks:
+        return Reason.SHORT
     return Reason.RESIDENT if chosen.reused_blocks else Reason.COLD

@@ -51,6 +51,8 @@ class Reason(enum.StrEnum):
     """The cheapest worker has blocks itself."""
     COLD = "cold"
     """Nothing is reused: nobody has the prefix, or fetching it costs more than computing it."""
+    SHORT = "short"
+    """The prompt is shorter than a block, and only whole blocks are reused."""
     TOO_EARLY = "too_early"
     """A copy this far ahead would only push out what is used meanwhile; plan again in ``again_in_s``."""
     TOO_LATE = "too_late"

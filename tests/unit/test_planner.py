@@ -235,6 +235,7 @@ def test_a_full_batch_is_waited_for() -> None:
 def test_prompts_shorter_than_a_block_and_whole_blocks() -> None:
     short = decide(view=RequestView("p", 7, BLOCK, b""), candidates=workers(1))
     assert (short.prefill_tokens, short.blocks, short.sources) == (7, 1, ())
+    assert short.reason is Reason.SHORT
     whole = RequestView("p", 4 * BLOCK, BLOCK, b"")
     assert whole.reusable_blocks == 3
     assert RequestView("p", 0, BLOCK, b"").reusable_blocks == 0
