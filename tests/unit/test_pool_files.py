@@ -20,7 +20,7 @@ import pytest
 from kvcr.errors import ConfigError, LayoutMismatch, PoolBusy, PoolCorrupt, PoolTooSmall
 from kvcr.pool import DATA, META, SPARE_ROWS, DataRegion, Pool, PoolReader, SlotState, recovery
 from kvcr.pool.locks import GUARD_LOCK
-from kvcr.pool.meta import Geometry, superblock_page
+from kvcr.pool.meta import Geometry, next_incarnation, superblock_page
 from tests.unit.pools import commit, content, create, found, key, keys, layout, store
 
 pytestmark = pytest.mark.usefixtures("backend_name")
@@ -129,6 +129,17 @@ def test_a_second_handle_in_the_same_process_is_refused(tmp_path: Path) -> None:
         Pool.attach(tmp_path, guard_incarnation=2)
     pool.close()
     Pool.attach(tmp_path, guard_incarnation=2)
+
+
+def test_a_guard_whose_clock_was_set_back_still_comes_after_the_one_before_it(tmp_path: Path) -> None:
+    assert next_incarnation(tmp_path, 7) == 7
+    pool = create(tmp_path, 1)
+    reattach(pool, guard_incarnation=10_000_000).close()
+    assert next_incarnation(tmp_path, 20_000_000) == 20_000_000
+    assert next_incarnation(tmp_path, 7) == 11_000_000
+    with (tmp_path / META).open("r+b") as file:
+        file.truncate(20)
+    assert next_incarnation(tmp_path, 7) == 7
 
 
 def test_attach_goes_on_where_the_guard_before_ended(tmp_path: Path) -> None:

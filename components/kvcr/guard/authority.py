@@ -51,7 +51,7 @@ from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
 from kvcr.policy import DefaultPolicy, Policy, load_policy
-from kvcr.pool import META, FileLock, Listing, Pool, boot_id, is_dead
+from kvcr.pool import META, FileLock, Listing, Pool, boot_id, is_dead, next_incarnation
 from kvcr.pool.files import require_room
 from kvcr.pool.locks import GUARD_LOCK, make_dir
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
@@ -103,7 +103,7 @@ class Guard:
         self.addresses = addresses.plan(config)
         self._plugin_entries = plugins.find()
         plugins.require_known(config.transport, self._plugin_entries)
-        self.incarnation = time.time_ns() // 1000
+        self.incarnation = next_incarnation(Path(self.pool_dir), time.time_ns() // 1000)
         self.pool: Pool | None = None
         self.transports: Transports | None = None
         self.control_endpoint = ""
@@ -133,7 +133,7 @@ class Guard:
         )
         self._tracer = open_tracer("kvcr-guard", self.name)
         traces = RequestTraces(self._tracer)
-        tombstones, pins, g1 = Tombstones(), Pins(), G1Drops(self.seat, self.meters)
+        tombstones, pins, g1 = Tombstones(), Pins(), G1Drops(self.seat, self.meters, self.incarnation)
         self._deposits = Deposits(self, self._movers, self.meters, tombstones)
         self._fetches = Fetches(
             self,

@@ -8,7 +8,6 @@ left unread in the socket of an engine that sleeps.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,14 +41,14 @@ class _Drop:
 class G1Drops:
     """Belongs to the authority thread."""
 
-    def __init__(self, seat: Seat, meters: Meters) -> None:
+    def __init__(self, seat: Seat, meters: Meters, incarnation: int) -> None:
         self._seat = seat
         self._meters = meters
         self._engine_id = ""
         self._sent: deque[_Drop] = deque()
         self._waiting: deque[_Drop] = deque()
         # Above those of the guard before us: engines compare them.
-        self._last_id = time.time_ns() // 1000
+        self._last_id = incarnation
 
     def drop(self, hashes: npt.NDArray[np.uint64], done: Done) -> int:
         """Ask for these blocks to be dropped; returns the number of the drop.

@@ -7,7 +7,7 @@ the blocks, one region per rank. :class:`Pool` is the guard's handle, :class:`Po
 """
 
 from kvcr.pool.locks import FileLock, WriterLock, engine_is_dead, is_dead, writer_path, writers_of
-from kvcr.pool.meta import DATA, META, SPARE_ROWS, boot_id, time_namespace
+from kvcr.pool.meta import DATA, META, SPARE_ROWS, boot_id, next_incarnation, time_namespace
 from kvcr.pool.pool import Pool
 from kvcr.pool.reader import Found, Hits, PoolReader
 from kvcr.pool.record import Changes, CommitResult, Granted, Listing, Record, SnapshotPage
@@ -41,6 +41,7 @@ __all__ = [
     "copy_parts",
     "engine_is_dead",
     "is_dead",
+    "next_incarnation",
     "pack_control",
     "time_namespace",
     "unpack_control",

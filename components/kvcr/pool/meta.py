@@ -211,8 +211,29 @@ def superblock_page(body: SuperblockBody, *, epoch: int, incarnation: int) -> by
 EPOCH_INDEX: I32 = np.array([_EPOCH_WORD], dtype=np.int32)
 """Index of the epoch in :attr:`Meta.header`, in the form the backend's loads and stores take."""
 
+_MAX_INCARNATION = 1 << 53
+"""Nobody's clock gets there; a damaged superblock may say so."""
+
 INCARNATION_INDEX: I32 = np.array([_INCARNATION_WORD], dtype=np.int32)
 """Index of the guard's incarnation in :attr:`Meta.header`."""
+
+
+def next_incarnation(directory: Path, now_us: int) -> int:
+    """Number of a guard that starts at ``now_us`` (Unix time): above that of the one before it on this pool.
+
+    Also when the clock was set back since, or nobody would listen to it until the clock has caught up.
+    """
+    try:
+        with open(directory / META, "rb") as file:
+            page = file.read(_BODY_OFFSET)
+    except OSError:
+        return now_us
+    words = np.frombuffer(page[: len(page) // 8 * 8], dtype=np.uint64).tolist()
+    if len(words) <= _INCARNATION_WORD or words[:2] != [MAGIC, VERSION]:
+        return now_us
+    last = words[_INCARNATION_WORD]
+    # Above what else it numbered from there, too: drops in G1, of which there is no million.
+    return max(now_us, last + 1_000_000) if last < _MAX_INCARNATION else now_us
 
 
 def _digest(raw: bytes) -> bytes:
