@@ -31,5 +31,5 @@ trap cleanup EXIT
 code=0
 timeout --signal=KILL "$limit_s" \
     "${isolated[@]}" .venv/bin/python -m pytest tests/compose --basetemp="$work/run" "$@" || code=$?
-[ "$code" != 137 ] || skip "it did not end within $limit_s s on this machine (load $(cut -d' ' -f1 /proc/loadavg))"
+[ "$code" != 137 ] || echo "compose: did not end within $limit_s s (load $(cut -d' ' -f1 /proc/loadavg))"
 exit "$code"

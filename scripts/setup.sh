@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Build the development environment in .venv from requirements/lock-cpu.txt, and install this project into it.
+# Build the development environment in .venv from the locks of requirements/, and install this project into it.
 # Safe to run again: a step whose inputs did not change is skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 lock=requirements/lock-cpu.txt
+tools=requirements/lock-dev.txt
 venv=.venv
 torch_index=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -41,18 +42,18 @@ if [ ! -x "$venv/bin/python" ] || [ ! -x "$venv/bin/pip" ]; then
     fi
 fi
 
-locked=$(digest "$lock")
+locked=$(digest "$lock" "$tools")
 if fresh .stamp-lock "$locked"; then
     say "packages: up to date"
 else
-    say "packages: installing $(grep -c == "$lock") from $lock (2.6 GB; a few minutes the first time)"
+    say "packages: installing $lock and $tools (2.6 GB; a few minutes the first time)"
     torch=$(grep '^torch==' "$lock")
     # PyPI has no CPU build. By itself: nothing else should be looked for, and found, on a second index.
     if ! "$venv/bin/pip" install --quiet --no-deps "$torch" 2>/dev/null; then
         say "packages: $torch comes from $torch_index"
         "$venv/bin/pip" install --no-deps --index-url "$torch_index" "$torch"
     fi
-    "$venv/bin/pip" install --no-deps -r "$lock"
+    "$venv/bin/pip" install --no-deps -r "$lock" -r "$tools"
     printf '%s\n' "$locked" >"$venv/.stamp-lock"
 fi
 

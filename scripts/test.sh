@@ -75,8 +75,13 @@ for stage in "${stages[@]}"; do
     code=${PIPESTATUS[0]}
     result=passed
     # pytest says "no tests collected" with 5.
-    [ "$code" -eq 0 ] || { result="FAILED ($code)" && status=1 && failed+=("$stage"); }
-    summary+=("$(printf '%-12s %-11s %4d s  %s' "$stage" "$result" $((SECONDS - started)) "$(last_line "$logs/$stage")")")
+    end=$(last_line "$logs/$stage")
+    if [ "$code" -ne 0 ]; then
+        result="FAILED ($code)" && status=1 && failed+=("$stage")
+    elif [[ $end =~ ^("$stage: skipped"|[0-9]+ skipped in) ]]; then
+        result=skipped
+    fi
+    summary+=("$(printf '%-12s %-11s %4d s  %s' "$stage" "$result" $((SECONDS - started)) "$end")")
 done
 
 printf '\n==== summary ====\n'

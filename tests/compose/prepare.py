@@ -14,10 +14,12 @@ from kvcr.graph.models import SMOLLM2, cache_dir, ensure_model
 
 PACKAGES = (
     *("ca-certificates", "python3.11-venv", "python3-distutils", "python3.11-dev"),
+    # For the image that the Dockerfile builds on.
+    *("g++", "libc6-dev"),
     # What the Dockerfile installs, which it cannot without a network.
-    *("g++", "libc6-dev", "libnuma1"),
+    "libnuma1",
 )
-"""of the stand-in for the base image"""
+"""of the stand-ins for the images that ours is made from"""
 PROMETHEUS = "prometheus"
 """Debian's own, for its stand-in"""
 DEBOOTSTRAP_TIMEOUT_S = 600

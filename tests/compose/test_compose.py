@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 from kvcr.graph.models import SMOLLM2, cache_dir
-from tests.compose.docker import Daemon, DaemonError, load_base, load_stand_ins
+from tests.compose.docker import Daemon, DaemonError, load_bases, load_stand_ins
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = Path(sysconfig.get_path("scripts")) / "docker-compose"
@@ -128,13 +128,15 @@ def deployment(
         daemon = Daemon(tmp_path_factory.mktemp("docker"), os.environ["KVCR_COMPOSE_CGROUP"])
     except DaemonError as error:
         pytest.skip(f"no Docker daemon can run here: {error}")
-    daemon.environment |= {"COMPOSE_PROFILES": "cpu", "COMPOSE_ANSI": "never"}
+    # A folder for a user's own models: Docker would make the one of the file.
+    models = tmp_path_factory.mktemp("models")
+    daemon.environment |= {"COMPOSE_PROFILES": "cpu", "COMPOSE_ANSI": "never", "KVCR_MODELS": str(models)}
     deployment = Deployment(daemon)
     try:
         with _timed("stand-in images"):
             load_stand_ins(daemon)
-        with _timed("base image"):
-            load_base(daemon)
+        with _timed("base images"):
+            load_bases(daemon)
         with _timed("docker compose build"):
             deployment.compose("build")
         # There is no network here: the prepared model comes with the volume.

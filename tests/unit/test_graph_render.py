@@ -79,10 +79,40 @@ def test_every_image_has_a_version() -> None:
         assert not image.endswith(":latest"), name
 
 
+def test_every_file_that_is_named_is_there() -> None:
+    folder = ROOT / "deploy/compose"
+    for name, service in compose()["services"].items():
+        mounted = [source for source, *_ in (entry.split(":") for entry in service.get("volumes", ()))]
+        for source in mounted:
+            assert not source.startswith(".") or (folder / source).exists(), f"{name} mounts {source}"
+    build = compose()["services"]["init"]["build"]
+    context = (folder / build["context"]).resolve()
+    assert context == ROOT
+    dockerfile = (context / build["dockerfile"]).read_text()
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
+    assert copied
+    for path in " ".join(copied).split():
+        assert (context / path).exists(), f"the Dockerfile copies {path}"
+    assert "/src/requirements/lock-${LOCK}.txt" in dockerfile
+    page = (ROOT / "docs/deploy/compose.md").read_text()
+    locks = set(re.findall(r"LOCK=(\w+)", dockerfile + page))
+    assert locks == {"cpu", "cuda"}
+    for lock in locks:
+        assert (context / f"requirements/lock-{lock}.txt").exists()
+
+
 def test_no_service_asks_for_privileges() -> None:
     """Peers read each other's pools through the shared volume: no ptrace, no shared IPC."""
     for name, service in compose()["services"].items():
-        assert not {"privileged", "cap_add", "ipc", "pid", "network_mode"} & set(service), name
+        assert not {"privileged", "ipc", "pid", "network_mode"} & set(service), name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        # New volumes belong to root; `init` hands them to the user of all the others.
+        assert ("cap_add" in service) == (name == "init"), name
+        root = str(service.get("user", "10001")).startswith("0")
+        assert root == (name == "init"), name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+    assert compose()["services"]["init"]["cap_add"] == ["CHOWN", "DAC_OVERRIDE"]
 
 
 def test_a_pool_is_shared_by_guard_and_engine_and_large_enough() -> None:

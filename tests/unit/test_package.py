@@ -20,7 +20,8 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 def locked() -> dict[str, str]:
-    lines = (ROOT / "requirements" / "lock-cpu.txt").read_text().splitlines()
+    locks = (ROOT / "requirements" / f"lock-{name}.txt" for name in ("cpu", "dev"))
+    lines = [line for lock in locks for line in lock.read_text().splitlines()]
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
 

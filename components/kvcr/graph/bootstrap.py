@@ -3,7 +3,8 @@
 
 Makes the deployment's secret, a NATS user for each role with the subjects it needs and no others, and a
 password for Grafana, unless they exist; prepares the model. Run again, it changes nothing. Secrets are
-written to files, never printed.
+written to files, never printed. Where it runs as root and ``KVCR_OWNER`` has a user's number, everything
+then belongs to that user.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="where secrets are kept")
     parser.add_argument("--namespace", default="dynamo", help="Dynamo namespace, part of NATS subjects")
     parser.add_argument("--model", help="a model to prepare: a known name, or a mounted directory")
+    parser.add_argument(
+        "--hand-over", type=Path, action="append", default=[], help="a new volume of the owner"
+    )
     options = parser.parse_args(arguments)
+    for volume in options.hand_over:
+        _hand_over(volume, files=False)
     make_secrets(options.run_dir, options.namespace)
+    # Before the model, which may fail for want of a network: what runs already may go on.
+    _hand_over(options.run_dir)
     if options.model:
         path = models.ensure_model(options.model)
         _hand_over(models.cache_dir())
         print(f"model {options.model}: {path}", flush=True)
-    _hand_over(options.run_dir)
     return 0
 
 
@@ -117,12 +124,12 @@ def _write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _hand_over(folder: Path) -> None:
-    """Give everything to the user the services run as, where this runs as root (``KVCR_OWNER``)."""
+def _hand_over(folder: Path, files: bool = True) -> None:
+    """Give a folder to the user the services run as. ``files`` of servers are their own."""
     owner = os.environ.get("KVCR_OWNER")
     if owner is None or os.geteuid() != 0:
         return
-    for path in [folder, *folder.rglob("*")]:
+    for path in [folder, *(folder.rglob("*") if files else ())]:
         os.chown(path, int(owner), int(owner), follow_symlinks=False)
 
 

@@ -32,6 +32,19 @@ NETWORK = "kvcr"
 _HEALTH_SECONDS = {Kind.GUARD: 60, Kind.WORKER: 900, Kind.ROUTER: 900, Kind.FRONTEND: 120}
 """A worker loads weights first, and the router is ready with the first worker."""
 
+_CONFINED: Service = {
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+    "read_only": True,
+    "pids_limit": 4096,
+    "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
+}
+"""What every service is, unless it says otherwise."""
+_SCRATCH = "/tmp:exec,mode=1777,size=1g"
+"""The home too, see the Dockerfile. ``exec`` for what Triton compiles."""
+_MEMORY = {Kind.ROUTER: "4g", Kind.FRONTEND: "4g"}
+"""Workers need what their model needs, and pages of a pool count for whoever touches them first."""
+
 
 def render_compose(graphs: Mapping[str, Graph]) -> dict[str, Any]:
     """The document. ``graphs`` maps profile names to graphs; the first profile's services keep their names.
@@ -53,7 +66,7 @@ def render_compose(graphs: Mapping[str, Graph]) -> dict[str, Any]:
     services |= _monitoring()
     return {
         "name": "kvcr",
-        "services": services,
+        "services": {name: {**service, **_CONFINED, **service} for name, service in services.items()},
         "networks": {NETWORK: {}},
         **({"configs": configs} if (configs := _configs(plans.values())) else {}),
         "volumes": {
@@ -111,6 +124,7 @@ def _service(process: ProcessPlan) -> Service:
         "init": True,
         "networks": [NETWORK],
         "volumes": [f"run:{RUN}:ro"],
+        "tmpfs": [_SCRATCH],
         "depends_on": {
             "init": {"condition": "service_completed_successfully"},
             "etcd": {"condition": "service_healthy"},
@@ -138,6 +152,8 @@ def _service(process: ProcessPlan) -> Service:
             service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
             # The pool is pinned for copies to and from the GPU.
             service["ulimits"] = {"memlock": -1}
+    if process.kind in _MEMORY:
+        service["mem_limit"] = _MEMORY[process.kind]
     if process.files:
         service["configs"] = [
             {"source": _config_name(process.name, path), "target": path} for path in process.files
@@ -187,18 +203,30 @@ def _in_profile(service: Service, name: str, profile: str, first: str) -> Servic
 
 
 def _init(plan: Plan) -> Service:
-    """Runs once: makes secrets that do not exist yet, and prepares the model."""
+    """Runs once: makes secrets that do not exist yet, and prepares the model.
+
+    New volumes belong to root; this hands them to the one user that everything else runs as.
+    """
+    volumes = ("etcd", "nats")
     command = ["python", "-m", "kvcr.graph.bootstrap", "--run-dir", RUN, "--namespace", plan.namespace]
+    for volume in volumes:
+        command += ["--hand-over", f"/volumes/{volume}"]
     if plan.model:
         command += ["--model", str(plan.model)]
     return {
         "image": IMAGE,
         "build": {"context": "../..", "dockerfile": "deploy/compose/Dockerfile"},
         "command": command,
-        # The volumes belong to root until this has run; it hands them to the image's user.
         "user": "0:0",
+        "cap_add": ["CHOWN", "DAC_OVERRIDE"],
         "environment": {"KVCR_OWNER": str(USER)},
-        "volumes": [f"run:{RUN}", f"cache:{CACHE}", "${KVCR_MODELS:-./models}:/models:ro"],
+        "volumes": [
+            f"run:{RUN}",
+            f"cache:{CACHE}",
+            *(f"{volume}:/volumes/{volume}" for volume in volumes),
+            "${KVCR_MODELS:-./models}:/models:ro",
+        ],
+        "tmpfs": [_SCRATCH],
         "networks": [NETWORK],
     }
 
@@ -215,9 +243,12 @@ def _etcd() -> Service:
             f"--advertise-client-urls=http://etcd:{ETCD_PORT}",
             "--auto-compaction-retention=1h",
         ],
+        "user": f"{USER}:{USER}",
+        "mem_limit": "1g",
         "restart": "unless-stopped",
         "networks": [NETWORK],
         "volumes": ["etcd:/etcd-data"],
+        "depends_on": {"init": {"condition": "service_completed_successfully"}},
         "healthcheck": _probe(["etcdctl", f"--endpoints=http://127.0.0.1:{ETCD_PORT}", "endpoint", "health"]),
     }
 
@@ -226,6 +257,8 @@ def _nats() -> Service:
     return {
         "image": NATS_IMAGE,
         "command": ["--config", "/etc/nats/nats.conf"],
+        "user": f"{USER}:{USER}",
+        "mem_limit": "1g",
         "restart": "unless-stopped",
         "networks": [NETWORK],
         "volumes": ["nats:/data", f"run:{RUN}:ro", "./nats.conf:/etc/nats/nats.conf:ro"],
@@ -242,6 +275,8 @@ def _monitoring() -> dict[str, Service]:
         "nats-exporter": {
             "image": NATS_EXPORTER_IMAGE,
             "command": ["-varz", "-connz", "-subz", "-jsz=all", "http://nats:8222"],
+            "user": f"{USER}:{USER}",
+            "mem_limit": "256m",
             **common,
         },
         "prometheus": {
@@ -256,6 +291,7 @@ def _monitoring() -> dict[str, Service]:
                 "../grafana/alerts.yml:/etc/prometheus/rules/kvcr.yml:ro",
                 "prometheus:/prometheus",
             ],
+            "mem_limit": "2g",
             "ports": ["127.0.0.1:${KVCR_PROMETHEUS_PORT:-9090}:9090"],
             "healthcheck": _probe(["wget", "-q", "-O", "-", "http://127.0.0.1:9090/-/ready"]),
             **common,
@@ -267,7 +303,10 @@ def _monitoring() -> dict[str, Service]:
                 "GF_USERS_ALLOW_SIGN_UP": "false",
                 "GF_ANALYTICS_REPORTING_ENABLED": "false",
             },
-            "user": str(USER),
+            "user": f"{USER}:{USER}",
+            "mem_limit": "1g",
+            # Untried: where the real one writes besides its volume.
+            "read_only": False,
             "volumes": [
                 f"run:{RUN}:ro",
                 "grafana:/var/lib/grafana",
