@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcr.guard.fetches import Fetches
-from kvcr.guard.link import Grant
+from kvcr.guard.grants import Grant
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.guard.tracing import RequestTraces

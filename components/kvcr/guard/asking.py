@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcr.guard.active import Active
-from kvcr.guard.link import LEASE_MARGIN_S, Grant
+from kvcr.guard.grants import LEASE_MARGIN_S, Grant
 from kvcr.guard.loop import Loop
 from kvcr.guard.pulls import Ask, Indices
 from kvcr.guard.tracing import end_lease

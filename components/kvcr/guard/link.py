@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError, ProtocolError
@@ -19,12 +15,12 @@ from kvcr.guard.canary import Outcome
 from kvcr.guard.channels import Channel, open_unix, open_zmq
 from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Candidate, Chooser, PeerContext
 from kvcr.guard.connection import Connection
-from kvcr.guard.loop import Timer
+from kvcr.guard.grants import Grant, grant_of
+from kvcr.guard.questions import Questions
 from kvcr.guard.ways import Way
 from kvcr.keys import KEY_BYTES
 from kvcr.pool import SPARE_ROWS
-from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u8, u64
-from kvcr.protocol.engine import BlockStatus
+from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
 from kvcr.protocol.peer import (
     CANARY_KEY,
     VERSION,
@@ -33,7 +29,6 @@ from kvcr.protocol.peer import (
     Lease,
     Leased,
     PeerHello,
-    PeerRefused,
     PeerWelcome,
     Release,
     ToClient,
@@ -43,7 +38,6 @@ from kvcr.protocol.peer import (
 )
 from kvcr.transfer.base import STEP_BYTES, Transport
 from kvcr.transfer.nixl import NixlTransport
-from kvcr.transfer.nixl_messages import STALL_S
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +47,6 @@ ANSWER_TIMEOUT_S = 1.0
 NIXL_TIMEOUT_S = 15.0
 """Of a hello that wants NIXL: the peer may have to start its NIXL process and to make an agent,
 1 s, or ten where engines are being loaded at the same time."""
-
-LATE_S = 0.01
-"""Between the end of a wait for an answer and the verdict."""
 
 UNIX_TIMEOUT_S = 0.3
 """After it the conversation stays on ZMQ."""
@@ -69,9 +60,6 @@ is used again as soon as it runs. After this long the hello is sent again, on a 
 PROBED_FOR_S = 60.0
 """After the last wish to use it; then a silent peer is only asked again with the next wish."""
 
-LEASE_MARGIN_S = STALL_S + 0.2
-"""A read begins no later than this before its lease ends, for it to be over by then."""
-
 _LEASED_BYTES = 150_000
 """Bound of one Leased reply, which over a Unix socket must stay below 200 kB."""
 
@@ -79,27 +67,6 @@ UNIX = "unix://"
 
 TIER = 2
 """What peers serve."""
-
-
-class Grant(NamedTuple):
-    """A lease at a peer: what it holds of the keys asked for. ``slots`` is -1 where it has none."""
-
-    lease_id: int
-    slots: npt.NDArray[np.int32]
-    generations: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]
-    """[keys, ranks]"""
-    engine_hashes: npt.NDArray[np.uint64]
-    """0 where it has none, or does not say"""
-    gone: npt.NDArray[np.bool_]
-    """Where it had a key under the lease that was renewed, and has it no more."""
-    usable_until_s: float
-    """A read under the lease must have begun by then."""
-
-
-class _Pending(NamedTuple):
-    done: Callable[[ToClient | None, str], None]
-    timer: Timer
 
 
 class PeerLink:
@@ -135,9 +102,8 @@ class PeerLink:
         self._context = context
         self._channel: Channel | None = None
         self._welcome: PeerWelcome | None = None
-        self._pending: dict[int, _Pending] = {}
+        self._questions = Questions(context.loop, lambda reason: self._lost(reason, silent=True))
         self._waiting: list[Callable[[str], None]] = []
-        self._ops = itertools.count(1)
         self._not_before_s = 0.0
         self._told = ""
         """The reason that was logged last."""
@@ -199,7 +165,7 @@ class PeerLink:
             done(None, self.reason)
             return
         request = Lease(
-            op=next(self._ops),
+            op=self._questions.op(),
             name=self._context.name,
             incarnation=self._context.incarnation,
             keys=keys,
@@ -216,9 +182,11 @@ class PeerLink:
                 done(None, reason)
                 return
             try:
-                done(self._grant(reply, len(keys) // KEY_BYTES, asked_s), "")
+                grant = self._grant(reply, len(keys) // KEY_BYTES, asked_s)
             except ProtocolError as error:
                 done(None, str(error))
+                return
+            done(grant, "")
 
         self._request(request.op, request, min(timeout_s, ANSWER_TIMEOUT_S), answered)
 
@@ -234,7 +202,7 @@ class PeerLink:
         """These blocks are committed here: the peer may drop its own. ``done(how many it dropped, "")``, or
         ``done(None, reason)`` when it did not answer. Behind every :meth:`release` sent before."""
         request = Discard(
-            op=next(self._ops),
+            op=self._questions.op(),
             name=self._context.name,
             incarnation=self._context.incarnation,
             plan_id=plan_id,
@@ -339,7 +307,7 @@ class PeerLink:
     def _hello_message(self, want: str) -> PeerHello:
         return PeerHello(
             version=VERSION,
-            op=next(self._ops),
+            op=self._questions.op(),
             name=self._context.name,
             incarnation=self._context.incarnation,
             layout_digest=self._context.layout_digest,
@@ -415,7 +383,7 @@ class PeerLink:
     def canary_lease(self, transport: str, done: Callable[[Leased | None, str], None]) -> None:
         """Ask for the peer's canary block; ``done(None, reason)`` when it has none."""
         request = Lease(
-            op=next(self._ops),
+            op=self._questions.op(),
             name=self._context.name,
             incarnation=self._context.incarnation,
             keys=CANARY_KEY,
@@ -460,12 +428,8 @@ class PeerLink:
                 candidate.close()
             go_on()
 
-        def late() -> None:
-            self._pending.pop(hello.op, None)
-            answered(None, "no answer")
-
         hello = self._hello_message("")
-        self._pending[hello.op] = _Pending(answered, self._context.loop.later(UNIX_TIMEOUT_S, late))
+        self._questions.try_for(hello.op, UNIX_TIMEOUT_S, answered)
         candidate.send(to_server.encode(hello))
 
     # --- talking ----------------------------------------------------------------------------------
@@ -476,18 +440,7 @@ class PeerLink:
         if self._channel is None:
             done(None, self.reason)
             return
-        # A peer that does not answer may be paused with our messages queued: the link starts afresh.
-        reason = f"no answer within {timeout_s:.2f} s"
-        loop = self._context.loop
-
-        def late() -> None:
-            # The answer may be there already, unread, if this thread had much to do: it is read before then.
-            pending = self._pending.get(op)
-            if pending is not None:
-                timer = loop.later(LATE_S, lambda: self._lost(reason, silent=True))
-                self._pending[op] = pending._replace(timer=timer)
-
-        self._pending[op] = _Pending(done, loop.later(timeout_s, late))
+        self._questions.wait(op, timeout_s, done)
         self._channel.send(to_server.encode(message))
 
     def _received(self, raw: bytes) -> None:
@@ -496,36 +449,12 @@ class PeerLink:
         except ProtocolError as error:
             self._lost(f"it sent nonsense: {error}")
             return
-        pending = self._pending.pop(reply.op, None)
-        if pending is None:
-            return
-        pending.timer.cancel()
-        if isinstance(reply, PeerRefused):
-            pending.done(None, f"refused, {reply.code}: {reply.reason}")
-        else:
-            pending.done(reply, "")
+        self._questions.answered(reply)
 
-    def _grant(self, reply: Leased, count: int, asked_s: float, *, spare: int = 0) -> Grant:
+    def _grant(self, reply: Leased, keys: int, asked_s: float, *, spare: int = 0) -> Grant:
         """``spare``: rows behind the peer's slots that may be named too."""
-        ranks = len(self._context.local.arrays)
-        slots = i32(reply.slots).copy()
-        generations, checksums = u64(reply.generations), u64(reply.checksums)
-        statuses = u8(reply.statuses)
-        if not len(slots) == len(generations) == len(statuses) == count or len(checksums) != count * ranks:
-            raise ProtocolError(f"lease for {count} keys and {ranks} ranks has other lengths")
-        hashes = u64(reply.engine_hashes) if reply.engine_hashes else np.zeros(count, np.uint64)
-        if len(hashes) != count:
-            raise ProtocolError(f"lease for {count} keys has {len(hashes)} engine hashes")
-        limit = self._welcome.slots + spare if self._welcome else 0
-        if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= limit):
-            raise ProtocolError(f"lease names a slot outside of 0..{limit - 1}")
-        # On our clock, from when we asked: never later than the source counts. A read that begins must end.
-        lease_s = reply.lease_ms / 1000
-        usable_until_s = asked_s + lease_s - min(LEASE_MARGIN_S, lease_s / 2)
-        gone = statuses == BlockStatus.GONE
-        return Grant(
-            reply.lease_id, slots, generations, checksums.reshape(count, ranks), hashes, gone, usable_until_s
-        )
+        rows = self._welcome.slots + spare if self._welcome else 0
+        return grant_of(reply, keys=keys, ranks=len(self._context.local.arrays), rows=rows, asked_s=asked_s)
 
     def _lost(self, reason: str, *, silent: bool = False) -> None:
         """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.
@@ -541,7 +470,7 @@ class PeerLink:
             chooser.cancel()
         channel, self._channel = self._channel, None
         transport, self.transport = self.transport, None
-        pending, self._pending = self._pending, {}
+        unanswered = self._questions.take_all()
         waiting, self._waiting = self._waiting, []
         if channel is not None:
             channel.close()
@@ -552,10 +481,9 @@ class PeerLink:
             # Once for each cause: links to known peers are tried again and again.
             log.info("peer %s at %s cannot be used: %s", self.name, self.endpoint, reason)
         self._told = reason
-        for entry in pending.values():
-            entry.timer.cancel()
-            entry.done(None, reason)
-        for done in waiting:
-            done(reason)
+        for done in unanswered:
+            done(None, reason)
+        for opened in waiting:
+            opened(reason)
         if silent and self._channel is None and time.monotonic() - self._wished_s < PROBED_FOR_S:
             self._open()

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from kvcr.guard.link import Grant
+from kvcr.guard.grants import Grant
 from kvcr.guard.quick import Pulled
 from kvcr.protocol.engine import BlockStatus, Fetch, LoadEnd
 from kvcr.tracing import NOT_TRACING, Tracer, TraceSpan
