@@ -23,20 +23,43 @@ ENDING_S = 3.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--half",
-        choices=("1", "2"),
-        help="run every second test module only: two calls at the same time do all, as most of it is waiting",
+        "--share",
+        metavar="DIR",
+        type=Path,
+        help="run only modules that no other call with this DIR has begun: calls at one time divide the work",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    half = config.getoption("--half")
-    if half is None:
-        return
-    modules = sorted({item.path for item in items})
-    others = set(modules[2 - int(half) :: 2])
-    config.hook.pytest_deselected(items=[item for item in items if item.path in others])
-    items[:] = [item for item in items if item.path not in others]
+    if config.getoption("--share") is not None:
+        # The large ones first, so that no call is left with one of them at the end.
+        items.sort(key=lambda item: (-item.path.stat().st_size, item.path))
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """pytest's own loop, over the modules that are this call's. None: leave it to pytest."""
+    share: Path | None = session.config.getoption("--share")
+    if share is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    # A module is claimed while the last test of the one before is still to run: what lives longer than a
+    # module, such as etcd, is kept for it.
+    for item, following in itertools.pairwise(itertools.chain(_claimed(session.items, share), [None])):
+        assert item is not None
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+    return True
+
+
+def _claimed(items: list[pytest.Item], share: Path) -> Iterator[pytest.Item]:
+    for path, tests in itertools.groupby(items, key=lambda item: item.path):
+        try:
+            (share / path.name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        yield from tests
 
 
 @pytest.fixture(scope="session", autouse=True)
