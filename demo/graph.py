@@ -46,8 +46,7 @@ class Worker:
     instance_id: int
     """Dynamo instance id."""
     guard: str
-    """Name of the guard beside it; empty, as are the next three, in a graph with ``kvcr: off``."""
-    guard_pid: int
+    """Name of the guard beside it; empty, as are the next two, in a graph with ``kvcr: off``."""
     guard_metrics_url: str
     pool_dir: Path
 
@@ -131,7 +130,6 @@ def _worker(index: int, engine: Mapping[str, Any], guard: Mapping[str, Any] | No
         metrics_url=engine["metrics"],
         instance_id=_instance_id(engine["metrics"]),
         guard=guard["name"] if guard else "",
-        guard_pid=guard["pid"] if guard else 0,
         guard_metrics_url=guard["metrics"] if guard else "",
         pool_dir=Path(guard["urls"]["pool_dir"]) if guard else Path(),
     )

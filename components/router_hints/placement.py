@@ -140,9 +140,7 @@ class Placement:
         self._count(made, prompt)
         return Placed(made, hint, target, inputs, first_space)
 
-    def place_ahead(
-        self, plan_id: str, salt: str, turn: Turn, session: SessionView, chain: Chain | None
-    ) -> Placed:
+    def place_ahead(self, plan_id: str, turn: Turn, session: SessionView, chain: Chain | None) -> Placed:
         """Plan for a turn that is only announced, whose prompt begins with ``chain``. Raises NoWorker."""
         size = self._workers.block_size
         # The turn goes on after its chain, unless it begins with a part of it only.

@@ -268,7 +268,6 @@ class SignalHandler:
         try:
             placed = desk.placement().place_ahead(
                 answer.plan_id,
-                turn.key.tenant,
                 spoken,
                 self.view(session, chain.keys if chain else b""),
                 chain,

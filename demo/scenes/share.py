@@ -26,11 +26,6 @@ class Shared:
     """The prompt of ``cold``, on the other worker."""
 
     @property
-    def speed_up(self) -> float:
-        """Time to first token of recomputing over that of pulling, same prompt."""
-        return self.cold.answer.ttft_s / self.pulled.answer.ttft_s
-
-    @property
     def identical(self) -> bool:
         """Whether the pulled request was answered word for word like the computed one."""
         return self.cold.answer.text == self.pulled.answer.text

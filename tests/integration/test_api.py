@@ -374,7 +374,7 @@ def test_an_engine_without_any_guard_is_all_misses(tmp_path: Path) -> None:
 
 
 def test_the_whole_of_it_runs_without_torch_vllm_and_dynamo(
-    guards: list[RunningGuard], tmp_path: Path
+    guards: list[RunningGuard],
 ) -> None:
     script = f"""
 import sys

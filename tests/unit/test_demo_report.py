@@ -28,7 +28,6 @@ def worker(label: str) -> Worker:
         metrics_url=f"http://worker-{label}",
         instance_id=7,
         guard=f"guard-{label}",
-        guard_pid=2,
         guard_metrics_url=f"http://guard-{label}",
         pool_dir=Path("/dev/shm/nowhere"),
     )

@@ -135,7 +135,7 @@ async def _orders(
     keys = _keys(arguments)
     holders = [await _holder(fleet, record, keys) for record in records]
     if arguments.command in ("prefetch", "move"):
-        return [_copy(holders, keys, arguments, plan_id)]
+        return [_copy(holders, arguments, plan_id)]
     if arguments.guard:
         holders = [_named(holders, arguments.guard)]
     orders: list[tuple[str, str, msgspec.Struct]] = []
@@ -156,7 +156,7 @@ async def _orders(
 
 
 def _copy(
-    holders: Sequence[_Holder], keys: Sequence[str], arguments: argparse.Namespace, plan_id: str
+    holders: Sequence[_Holder], arguments: argparse.Namespace, plan_id: str
 ) -> tuple[str, str, msgspec.Struct]:
     from kvcr.protocol import events
 

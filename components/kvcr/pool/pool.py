@@ -64,8 +64,6 @@ class Pool(Holds):
         """What attach found; all zero for a new pool."""
         self.evicted_blocks: Counter[str] = Counter()
         """Blocks evicted, by reason."""
-        self.unindexed_blocks = recovery.unindexed
-        """Blocks dropped because both index buckets of their key were full."""
         self._lock = lock
         self._writers = WriterTable(meta.writers)
         self._free = FreeList(self.slots)
@@ -311,7 +309,6 @@ class Pool(Holds):
         count, digest = self._backend.publish(self._directory, *columns, indexed, now_s)
         slots, generations = columns.slots, columns.generations
         if count < len(slots):
-            self.unindexed_blocks += len(slots) - count
             slots, generations = slots[indexed], generations[indexed]
         self._stored.append(Granted(slots, generations))
         self._ready += count
