@@ -42,7 +42,8 @@ class _Engine:
     """the engine's hash by name"""
     parked: OrderedDict[int, dict[int, int]] = field(default_factory=OrderedDict)
     """hash of the unknown parent: (hash, hash of its tokens) of what follows it"""
-    parked_blocks: int = 0
+    awaits: dict[int, int] = field(default_factory=dict)
+    """the unknown parent by the hash of each block that is parked"""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class EngineMemory:
 
     @property
     def parked_blocks(self) -> int:
-        return sum(engine.parked_blocks for engine in self._engines.values())
+        return sum(len(engine.awaits) for engine in self._engines.values())
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -226,10 +227,8 @@ class EngineMemory:
                 before = follow(before, tokens_hash)
                 if not self._put(engine, block_hash, before):
                     break
-                followers = engine.parked.pop(block_hash, None)
-                if followers:
-                    engine.parked_blocks -= len(followers)
-                    todo += [(block_hash, ((each, tokens),)) for each, tokens in followers.items()]
+                for each, tokens in _unpark(engine, block_hash).items():
+                    todo.append((block_hash, ((each, tokens),)))
 
     def _put(self, engine: _Engine, block_hash: int, name: int) -> bool:
         known = engine.names.get(block_hash)
@@ -251,13 +250,13 @@ class EngineMemory:
             # A full view lacks parents by its own doing.
             self.wants_repair = self.wants_repair or "a block's parent is not known"
         for block_hash, tokens_hash in blocks:
-            waiting = engine.parked.setdefault(parent, {})
-            engine.parked_blocks += block_hash not in waiting
-            waiting[block_hash] = tokens_hash
+            if engine.awaits.get(block_hash, parent) != parent:
+                _give_up(engine, block_hash)
+            engine.parked.setdefault(parent, {})[block_hash] = tokens_hash
+            engine.awaits[block_hash] = parent
             parent = block_hash
-        while engine.parked_blocks > MAX_PARKED:
-            _, oldest = engine.parked.popitem(last=False)
-            engine.parked_blocks -= len(oldest)
+        while len(engine.awaits) > MAX_PARKED:
+            _unpark(engine, next(iter(engine.parked)))
 
     def _remove(self, engine: _Engine, block_hash: int) -> None:
         name = engine.names.pop(block_hash, None)
@@ -265,14 +264,28 @@ class EngineMemory:
             del engine.hashes[name]
             self._blocks -= 1
             return
-        for parent, waiting in engine.parked.items():
-            if waiting.pop(block_hash, None) is not None:
-                engine.parked_blocks -= 1
-                if not waiting:
-                    del engine.parked[parent]
-                return
+        _give_up(engine, block_hash)
 
     def _clear(self, rank: Rank) -> None:
         engine = self._engines[rank]
         self._blocks -= len(engine.names)
         self._engines[rank] = _Engine()
+
+
+def _unpark(engine: _Engine, parent: int) -> dict[int, int]:
+    """Take out what waits for this block."""
+    followers = engine.parked.pop(parent, {})
+    for block_hash in followers:
+        del engine.awaits[block_hash]
+    return followers
+
+
+def _give_up(engine: _Engine, block_hash: int) -> None:
+    """A parked block waits no longer. Not by looking through all of them: a full view is told of thousands of
+    blocks a second that it never knew.
+    """
+    parent = engine.awaits.pop(block_hash, None)
+    if parent is not None:
+        del engine.parked[parent][block_hash]
+        if not engine.parked[parent]:
+            del engine.parked[parent]

@@ -237,6 +237,14 @@ def test_a_block_waits_for_its_parent_and_a_removed_one_no_longer() -> None:
     assert (memory.blocks(RANK), memory.parked_blocks) == (2, 0)
     names = blob([follow(None, 5), follow(follow(None, 5), 6)])
     assert memory.engine_hashes(RANK, names).tolist() == [first, second]
+    # Told of after another parent, it waits for that one only.
+    for number, parent in enumerate((901, 902)):
+        memory.take(G1Batch(11, 3 + number, (G1Change(RANK, ((900, 9),), parent),)))
+    assert memory.parked_blocks == 1
+    memory.take(G1Batch(11, 5, (G1Change(RANK, ((901, 8),)),)))
+    assert (memory.blocks(RANK), memory.parked_blocks) == (3, 1)
+    memory.take(G1Batch(11, 6, (G1Change(RANK, ((902, 7),)),)))
+    assert (memory.blocks(RANK), memory.parked_blocks) == (5, 0)
 
 
 def test_parked_blocks_are_bounded_and_the_oldest_go() -> None:
