@@ -50,7 +50,8 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
             print(f"no router was reached: {error or type(error).__name__}; {where}", file=sys.stderr)
             return 1
     if not entries:
-        print(f"no plan of {options.request or 'any request'} is kept", file=sys.stderr)
+        fix = "; routers keep the newest only, --last 20 lists them" if options.request else " yet"
+        print(f"no plan of {options.request or 'any request'} is kept{fix}", file=sys.stderr)
         return 2
     code = 0
     for entry in entries:

@@ -170,6 +170,7 @@ class Bus:
             if message.reply:
                 await message.respond(result)
         except Exception:
+            # One message must not end the subscription, nor the router.
             log.exception("message of %d bytes on %s", len(message.data), subject)
 
     async def _disconnected(self) -> None:

@@ -184,6 +184,7 @@ class Visits:
             try:
                 await work
             except Exception:
+                # The request is answered by then: there is nobody else to tell.
                 log.exception("an action that a request asked for failed")
 
         task = asyncio.get_running_loop().create_task(run())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from deployment import Deployment, runtime
 from engine_client import EngineClient, GuardProcess, chain
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 COMPONENTS = Path(__file__).parents[2] / "components"
 
@@ -32,6 +33,15 @@ class Cli:
             "DYN_NAMESPACE": deployment.namespace,
             "KVCR_CACHE": str(home),
         }
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvcr.cli", *words],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def __call__(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """What went wrong is all that may be on stderr, whatever Dynamo's runtime would like to say."""
@@ -188,6 +198,49 @@ def test_an_etcd_that_is_away_is_named(cli: Cli) -> None:
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("where", "@/nowhere/prompt", "--model", "/nowhere"), ("/nowhere/prompt", "cannot be read")),
+        (("where", "hello", "--model", "/nowhere"), ("--model '/nowhere'", "no directory")),
+        (("where", "hello"), ("32 hex digits", "--model")),
+        (("pin", "@/nowhere/keys"), ("/nowhere/keys", "cannot be read")),
+        (
+            ("pin", "s", "--router", "http://127.0.0.1:9", "--token-file", "/nowhere/t"),
+            ("--token-file '/nowhere/t'",),
+        ),
+        (("pin", "s", "--router", "http://127.0.0.1:9"), ("http://127.0.0.1:9 does not answer", "--router")),
+        (("pin", "s", "--router", "nonsense"), ("nonsense does not answer", "--router")),
+        (("prefetch", "00" * 16, "--to", "g7"), ("no guard 'g7'", "none")),
+        (("status",), ("no guard is registered in namespace", "--namespace")),
+        (("ls",), ("no guard is registered in namespace", "--namespace")),
+        (("mode",), ("no router answers in namespace",)),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_what_is_wrong_is_named_with_what_to_do(
+    cli: Cli, words: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    done = cli(*words)
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    for part in told:
+        assert part in done.stderr
+
+
+async def test_top_ends_with_ctrl_c_and_without_a_word(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    top = cli.start("top", "--every", "0.2")
+    assert top.stdout is not None
+    await asyncio.to_thread(top.stdout.readline)
+    # What a terminal does, and bash does not to what it runs in the background.
+    top.send_signal(signal.SIGINT)
+    _, stderr = await asyncio.to_thread(top.communicate, None, PATIENCE_S)
+    assert (top.returncode, stderr) == (130, "")
 
 
 async def test_ls_lists_the_chains_of_the_pools(

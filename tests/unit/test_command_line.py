@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,45 @@ def test_a_missing_graph_file_is_named(capsys: pytest.CaptureFixture[str]) -> No
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["top", "--every", "nan"], "0.2 or more"),
+        (["top", "--every", "0"], "0.2 or more"),
+        (["top", "--count", "-1"], "0 or more"),
+        (["ls", "--limit", "0"], "1 or more"),
+        (["pin", "s", "--ttl-s", "-5"], "1 or more"),
+        (["pin", "s", "--timeout-s", "inf"], "0.1 or more"),
+        (["drain", "w", "--wait-s", "x"], "0 or more"),
+        (["explain", "--last", "1.5"], "1 or more"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_beyond_its_limit_is_named_with_the_limit(
+    words: list[str], limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(words)
+    assert error.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument {words[-2]}: {words[-1]!r}" in told
+    assert limit in told
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = str(ROOT / "deploy/graphs/agg.yaml")
+    assert main(["graph", "render", "--to", "compose", graph, "-o", "/nowhere/compose.yaml"]) == 1
+    assert capsys.readouterr().err == "kvcr graph: /nowhere/compose.yaml: No such file or directory\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "kvcr.cli", "config", "show"]
+    kvcr = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert kvcr.stdout is not None
+    kvcr.stdout.close()
+    assert kvcr.stderr is not None
+    assert kvcr.stderr.read() == ""
+    kvcr.stderr.close()
+    assert kvcr.wait() == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
 import urllib.error
@@ -12,11 +13,11 @@ import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
 from kvcr.cli.tables import size, table
+from kvcr.cli.values import seconds, text_of
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ COMMANDS = ("pin", "unpin", "demote", "invalidate", "prefetch", "move")
 DEFAULT_TTL_S = 600.0
 _GOOD = frozenset({"done", "partial", "deferred"})
 _KEYS = re.compile(r"[0-9a-f]{32}(,[0-9a-f]{32})*")
+_FIXES = {
+    401: "; give its token with --token-file",
+    403: "; give a token of that tenant with --token-file",
+    404: "; `kvcr ls` lists sessions, --tenant says whose it is",
+}
+"""By status of the signals API."""
 _HELP = {
     "pin": "keep blocks from eviction for a while",
     "unpin": "end a pin",
@@ -78,8 +85,12 @@ def add_parsers(commands: Any) -> None:
         elif name != "unpin":
             parser.add_argument("--guard", metavar="GUARD", help="only there (default: every holder)")
         if name == "pin":
-            parser.add_argument("--ttl-s", type=float, default=DEFAULT_TTL_S, help="seconds (%(default)s)")
-        parser.add_argument("--timeout-s", type=float, default=15.0, help="for the answers (%(default)s)")
+            parser.add_argument(
+                "--ttl-s", type=seconds(1), default=DEFAULT_TTL_S, help="seconds (%(default)s)"
+            )
+        parser.add_argument(
+            "--timeout-s", type=seconds(0.1), default=15.0, help="for the answers (%(default)s)"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -200,7 +211,7 @@ def _named(holders: Sequence[_Holder], name: str) -> _Holder:
 def _keys(arguments: argparse.Namespace) -> list[str]:
     what = arguments.what
     if what.startswith("@"):
-        what = ",".join(Path(what[1:]).read_text().replace(",", " ").split())
+        what = ",".join(text_of(what[1:], "the keys in").replace(",", " ").split())
     if _KEYS.fullmatch(what):
         return list(what.split(","))
     return _session_keys(arguments, what)
@@ -210,18 +221,24 @@ def _session_keys(arguments: argparse.Namespace, session: str) -> list[str]:
     base = deployment.router_url(arguments)
     headers = {"x-tenant-id": arguments.tenant} if arguments.tenant else {}
     if arguments.token_file:
-        headers["Authorization"] = f"Bearer {Path(arguments.token_file).read_text().strip()}"
+        headers["Authorization"] = f"Bearer {text_of(arguments.token_file, '--token-file').strip()}"
     url = f"{base}/v1/kv/sessions/{urllib.parse.quote(session, safe='')}/keys"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             keys: list[str] = json.load(answer)["keys"]
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace")
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            reason = json.loads(reason)["error"]["message"]
+        fix = _FIXES.get(error.code, "")
         raise KvcrError(
-            f"session {session!r}: the router at {base} answered {error.code}: {reason}"
+            f"session {session!r}: the router at {base} answered {error.code}: {reason}{fix}"
         ) from error
-    except OSError as error:
-        raise KvcrError(f"the router at {base} does not answer: {error}") from error
+    except (OSError, ValueError) as error:
+        raise KvcrError(
+            f"the router at {base} does not answer ({error}): --router or KVCR_ROUTER_URL is the URL of its "
+            "signals API, e.g. http://host:8490"
+        ) from error
     if not keys:
         raise KvcrError(f"session {session!r} has no blocks yet: it has not filled one")
     return keys

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kvcr.cli import deployment
+from kvcr.cli.values import whole
 
 
 def add_parser(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "request", nargs="?", default="", help="request id or plan id; without it the last plans"
     )
     explain.add_argument(
-        "--last", type=int, default=1, metavar="N", help="without a request: that many (%(default)s)"
+        "--last", type=whole(1), default=1, metavar="N", help="without a request: that many (%(default)s)"
     )
     explain.add_argument("--replay", action="store_true", help="plan again from the inputs and compare")
 

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
 from kvcr.cli.tables import size, table
+from kvcr.cli.values import seconds, text_of, whole
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ def add_parsers(commands: Any) -> None:
     where.add_argument("--salt", default="", help="tenant salt of the request")
     top = commands.add_parser("top", help="what every guard is doing, live")
     deployment.add_options(top)
-    top.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds (%(default)s)")
-    top.add_argument("--count", type=int, default=0, metavar="N", help="end after N tables; 0: never")
+    top.add_argument("--every", type=seconds(0.2), default=2.0, metavar="S", help="seconds (%(default)s)")
+    top.add_argument("--count", type=whole(0), default=0, metavar="N", help="end after N tables; 0: never")
     top.add_argument("--hot", action="store_true", help="the prefixes asked for most, instead of the guards")
 
 
@@ -232,10 +234,16 @@ def _add_engine_memory(found: list[dict[str, Any]], engines: Sequence[dict[str, 
 
 
 def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:
-    text = Path(arguments.what[1:]).read_text() if arguments.what.startswith("@") else arguments.what
+    what = arguments.what
+    text = text_of(what[1:], "the prompt in") if what.startswith("@") else what
     folder = arguments.model or fleet.deployment.model
     if folder is None:
-        raise ConfigError("--model is missing: the directory of the model whose tokenizer counts")
+        raise ConfigError(
+            f"{what[:40]!r} is no key (32 hex digits), so it is a prompt; whose tokenizer counts: give "
+            "the model's directory with --model, or name a running `kvcr serve` with --run-dir"
+        )
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--model {folder!r} is no directory")
     from kvcr.vllm.tokens import tokenize
 
     return tokenize(text, folder, raw=arguments.raw)
@@ -259,8 +267,6 @@ def _leading(held: Sequence[int | None]) -> int:
 
 
 async def _top(fleet: Fleet, arguments: argparse.Namespace) -> int:
-    if arguments.every < 0.2:
-        raise ConfigError(f"--every is {arguments.every:g}; the shortest is 0.2 s")
     if arguments.hot:
         return await _top_hot(fleet, arguments)
     before: dict[str, dict[str, float]] = {}
@@ -312,10 +318,7 @@ async def _top_hot(fleet: Fleet, arguments: argparse.Namespace) -> int:
             _print_json({"hot": hot})
             continue
         rows = [[p["key"], p["blocks"], f"{p['per_s']:.2f}", ", ".join(p["guards"]) or "-"] for p in hot]
-        _clear_screen()
-        print(
-            table(("KEY OF ITS LAST BLOCK", "BLOCKS", "REQUESTS/S", "HELD BY"), rows, right="12"), flush=True
-        )
+        _show_screen(table(("KEY OF ITS LAST BLOCK", "BLOCKS", "REQUESTS/S", "HELD BY"), rows, right="12"))
     return EXIT_OK
 
 
@@ -345,14 +348,17 @@ def _show_top(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
         for row in rows
     ]
     header = ("GUARD", "STATE", "BLOCKS", "PULLED", "SERVED", "STORED", "LOADED", "EVICTED")
-    _clear_screen()
-    print(table(header, cells, right="234567"), flush=True)
+    _show_screen(table(header, cells, right="234567"))
 
 
-def _clear_screen() -> None:
+def _show_screen(text: str) -> None:
+    """In place of the last one on a terminal, where a line that wraps would spoil the table."""
+    lines = [time.strftime("%H:%M:%S"), *text.splitlines()]
     if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [line[:width] for line in lines]
         print("\x1b[H\x1b[2J", end="")
-    print(time.strftime("%H:%M:%S"))
+    print("\n".join(lines), flush=True)
 
 
 def _counters(url: str) -> dict[str, float]:

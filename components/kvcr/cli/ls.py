@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
 from kvcr.cli.tables import size, table
+from kvcr.cli.values import whole
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ def add_parser(commands: Any) -> None:
         "--worker", metavar="WORKER", help="only there: name of a guard, or instance id in hex"
     )
     parser.add_argument("--tier", choices=TIERS, help="only in this tier (default: all)")
-    parser.add_argument("--limit", type=int, default=40, metavar="N", help="lines (%(default)s)")
+    parser.add_argument("--limit", type=whole(1), default=40, metavar="N", help="lines (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError, KvcrError."""
     from kvcr.guard.listing import MAX_LISTED
 
-    if not 1 <= arguments.limit <= MAX_LISTED:
+    if arguments.limit > MAX_LISTED:
         raise ConfigError(f"--limit is {arguments.limit}; it must be from 1 to {MAX_LISTED}")
     return asyncio.run(_run(arguments))
 

@@ -76,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvcrError as error:
         print(f"kvcr {arguments.command}: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as `kvcr ls | head` has. Nothing may be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        # Of a file that was named, or of the network. Without a name it is a fault of ours, to be seen whole.
+        if error.filename is None:
+            raise
+        print(f"kvcr {arguments.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     parser().print_help()

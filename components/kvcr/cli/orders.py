@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
 from kvcr.cli.tables import table
+from kvcr.cli.values import seconds
 from kvcr.errors import ConfigError, KvcrError
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def add_parsers(commands: Any) -> None:
     deployment.add_options(drain)
     drain.add_argument("worker", metavar="WORKER", help="instance id in hex, or the name of its guard")
     drain.add_argument("--undo", action="store_true", help="let it have requests again")
-    drain.add_argument("--wait-s", type=float, default=300.0, help="seconds; 0: do not wait (%(default)s)")
+    drain.add_argument(
+        "--wait-s", type=seconds(0), default=300.0, help="seconds; 0: do not wait (%(default)s)"
+    )
     mode = commands.add_parser(
         "mode",
         help="on, shadow (plan and log, move nothing) or off (plan as if there were no pools)",

@@ -112,6 +112,7 @@ class _Cluster:
             cluster = importlib.import_module("kvcr.dynamo.cluster")
             self._running = cluster.start(GuardView(self._guard, os.getpid()))
         except Exception:
+            # A missing package, or whatever Dynamo raises: the pool is of use without the cluster.
             log.exception("the guard serves its engine and static peers, and does not join the cluster")
 
 

@@ -122,5 +122,6 @@ class InventoryLog:
             try:
                 subscriber(batch)
             except Exception:
+                # The pool has changed, whoever cannot hear of it; heartbeats show a router what it missed.
                 log.exception("an inventory subscriber failed and is dropped")
                 self._subscribers.remove(subscriber)

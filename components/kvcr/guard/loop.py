@@ -151,4 +151,5 @@ class Loop:
         try:
             callback()
         except Exception:
+            # The thread is the only writer of the pool: one callback that fails must not end the others.
             log.exception("a callback of the authority thread failed")

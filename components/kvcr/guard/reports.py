@@ -102,6 +102,7 @@ class Reports:
             try:
                 subscriber(result)
             except Exception:
+                # The action is done, whoever cannot hear of it.
                 log.exception("a subscriber to results failed and is dropped")
                 self._subscribers.remove(subscriber)
 

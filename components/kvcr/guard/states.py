@@ -38,6 +38,7 @@ class States:
             try:
                 callback(self.last)
             except Exception:
+                # The state has changed, whoever cannot hear of it.
                 log.exception("a subscriber to the state failed and is dropped")
                 self._subscribers.remove(callback)
         return self.last

@@ -109,6 +109,7 @@ class Transports:
             try:
                 plugin.close()
             except Exception:
+                # Code of others; the guard ends all the same.
                 log.exception("closing a transport plugin failed")
         if self._nixl is not None:
             self._nixl.close(wait_s, unlink=unlink)

@@ -41,6 +41,7 @@ class MoverPool:
             try:
                 result = job()
             except Exception:
+                # The thread lives on, and ``done`` is called: a copy that failed is a result.
                 log.exception("a mover's job failed")
             self._post(lambda: done(result))
 

@@ -93,6 +93,7 @@ def load(
         try:
             plugins[name] = cast(type[Plugin], entry.load())(local, movers, post)
         except Exception:
+            # Code of others, which may raise anything.
             log.exception("transport plugin %s (%s) cannot be used", name, entry.value)
     return plugins
 
