@@ -50,6 +50,8 @@ text { font-family: system-ui, 'DejaVu Sans', sans-serif; fill: #24292e }
 """
 Box = tuple[float, float, float, float]
 """x, y, width, height."""
+Points = Sequence[tuple[float, float]]
+"""Unix seconds and values."""
 
 
 # --- numbers as people read them ------------------------------------------------------------------
@@ -106,6 +108,10 @@ class Canvas:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
 
+    def area(self, points: Iterable[tuple[float, float]], color: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polygon points="{path}" fill="{color}" fill-opacity="0.25" stroke="none"/>')
+
 
 class Drawing:
     """The panels of one dashboard over one span of time."""
@@ -139,8 +145,12 @@ class Drawing:
         x, y, w, h = box
         unit = panel["fieldConfig"]["defaults"].get("unit", "")
         legend = _rows_of_legend(series, w)
-        plot = (x + 58, y + 2, w - 64, h - 18 - LEGEND_ROW * len(legend))
-        scale = ticks(max(max(v for _, v in one.points) for one in series) or 1.0)
+        plot = (x + 58, y + 8, w - 64, h - 26 - LEGEND_ROW * len(legend))
+        stacked = (
+            panel["fieldConfig"]["defaults"].get("custom", {}).get("stacking", {}).get("mode") == "normal"
+        )
+        levels = _stacked(series) if stacked else [(one.points, None) for one in series]
+        scale = ticks(max(max(v for _, v in line) for line, _ in levels) or 1.0)
         top = scale[-1]
         left, upper, wide, high = plot
         for value in scale:
@@ -148,14 +158,20 @@ class Drawing:
             self.canvas.line([(left, level), (left + wide, level)], "#e8eaee")
             self.canvas.text(left - 6, level + 4, shown(value, unit), "small", "end")
         self._time_axis(plot)
-        for number, one in enumerate(series):
-            for run in _runs(one.points):
-                points = [(self._across(t, left, wide), upper + high * (1 - v / top)) for t, v in run]
-                self.canvas.line(points, PALETTE[number % len(PALETTE)], 'stroke-width="1.6"')
+
+        def place(run: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+            return [(self._across(t, left, wide), upper + high * (1 - v / top)) for t, v in run]
+
+        for number, (line, below) in enumerate(levels):
+            color = PALETTE[number % len(PALETTE)]
+            if below is not None:
+                self.canvas.area([*place(line), *reversed(place(below))], color)
+            for run in _runs(line):
+                self.canvas.line(place(run), color, 'stroke-width="1.6"')
         for row, entries in enumerate(legend):
             at = left
             for number, words in entries:
-                level = upper + high + 16 + LEGEND_ROW * (row + 1)
+                level = upper + high + 17 + LEGEND_ROW * (row + 1)
                 color = PALETTE[number % len(PALETTE)]
                 self.canvas.line([(at, level - 4), (at + 12, level - 4)], color, 'stroke-width="3"')
                 self.canvas.text(at + 16, level, words, "small")
@@ -168,8 +184,8 @@ class Drawing:
         number = 0
         while number * every <= minutes:
             at = self._across(self._start_s + 60 * number * every, x, w)
-            anchor = "middle" if at < x + w - 20 else "end"
-            self.canvas.text(at, y + h + 13, f"{number * every:g} min", "small", anchor)
+            anchor = "start" if number == 0 else "middle" if at < x + w - 20 else "end"
+            self.canvas.text(at, y + h + 14, f"{number * every:g} min", "small", anchor)
             number += 1
         self._mark(plot)
 
@@ -190,7 +206,7 @@ class Drawing:
         x, y, w, h = box
         names = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
         left, wide = x + 90, w - 96
-        high = min(44.0, (h - 20) / len(series))
+        high = min(60.0, (h - 20) / len(series))
         for row, one in enumerate(series):
             level = y + 4 + row * high
             self.canvas.text(left - 8, level + high / 2 + 3, one.legend, "small", "end")
@@ -271,6 +287,19 @@ def _rows_of_legend(series: Sequence[Series], width: float) -> list[list[tuple[i
         rows[-1].append((number, one.legend))
         used += _width(one.legend)
     return rows
+
+
+def _stacked(series: Sequence[Series]) -> list[tuple[Points, Points]]:
+    """Of each line its upper edge, on top of those before it, and its lower one."""
+    times = sorted({at_s for one in series for at_s, _ in one.points})
+    below = [(at_s, 0.0) for at_s in times]
+    edges = []
+    for one in series:
+        values = dict(one.points)
+        above = [(at_s, level + values.get(at_s, 0.0)) for at_s, level in below]
+        edges.append((above, below))
+        below = above
+    return edges
 
 
 def _runs(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:

@@ -26,7 +26,6 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 FOLDER = Path(__file__).parents[1] / "deploy/grafana/dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-HEIGHT = 8
 STATES = ("empty", "standby", "checking", "active")
 COLORS = ("text", "green", "yellow", "red")
 STATE_NAMES = {
@@ -59,6 +58,7 @@ class Panel:
     kind: str = "time"
     """``time``, ``stat``, ``states``, ``matrix`` (of two labels) or ``ranks`` (one row a rank)."""
     span: int = 8
+    height: int = 8
     stack: bool = False
     """Areas on top of each other: parts of a whole."""
 
@@ -165,8 +165,9 @@ TRANSFERS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Slots by state",
             units.Short,
-            (("{{instance}} {{state}}", "sum by (instance, state) (kvcr_pool_slots)"),),
-            "free + granted + ready + cooling + quarantined is the size of the pool.",
+            (("{{state}}", "sum by (state) (kvcr_pool_slots)"),),
+            "Of all pools. free + granted + ready + cooling + quarantined is their size.",
+            stack=True,
         ),
         Panel(
             "Corrupt blocks",
@@ -225,6 +226,7 @@ FAILOVER: dict[str, tuple[Panel, ...]] = {
             "STANDBY: a live engine. CHECKING: it is missing. ACTIVE: its death is proven.",
             kind="states",
             span=24,
+            height=6,
         ),
         Panel(
             "Engines that died",
@@ -519,7 +521,7 @@ def _panel(panel: Panel) -> Any:
         .datasource(SOURCE)
         .unit(panel.unit)
         .span(panel.span)
-        .height(HEIGHT)
+        .height(panel.height)
     )
     if panel.kind == "states":
         built = built.mappings([ValueMap(options=STATE_NAMES)])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from demo.prometheus import Prometheus
+from demo.prometheus import Prometheus, Series
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
@@ -67,11 +67,20 @@ def test_every_panel_is_drawn_where_it_belongs(drawing: ModuleType, path: Path, 
     assert "no data" not in words
     assert len(answers.asked) == sum(len(panel["targets"]) for panel in panels) + 2
     width, height = (float(part) for part in picture.attrib["viewBox"].split()[2:])
-    for line in picture.iter("{http://www.w3.org/2000/svg}polyline"):
+    svg = "{http://www.w3.org/2000/svg}"
+    for line in (*picture.iter(f"{svg}polyline"), *picture.iter(f"{svg}polygon")):
         for point in line.attrib["points"].split():
             x, y = map(float, point.split(","))
             assert 0 <= x <= width
             assert 0 <= y <= height
+
+
+def test_parts_of_a_whole_stand_on_each_other(drawing: ModuleType) -> None:
+    one = Series("a", {}, "A", [(1.0, 2.0), (2.0, 3.0)])
+    other = Series("b", {}, "A", [(2.0, 4.0)])
+    (above, below), (top, between) = drawing._stacked([one, other])
+    assert (above, below) == ([(1.0, 2.0), (2.0, 3.0)], [(1.0, 0.0), (2.0, 0.0)])
+    assert (top, between) == ([(1.0, 2.0), (2.0, 7.0)], above)
 
 
 def test_a_matrix_has_a_row_for_each_reader_and_a_column_for_each_source(drawing: ModuleType) -> None:
