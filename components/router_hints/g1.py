@@ -6,15 +6,16 @@ from their hashes. Kept beside a name is the engine's hash, by which a block is 
 
 Each publisher's messages are taken in order: one that comes again changes nothing, one that overtook another
 waits for it. What stays missing is repaired by a dump of Dynamo's ``KvRouter``, which recovers from each
-engine by itself; known blocks stay in use meanwhile. A block whose parent is not known is parked until the
-parent comes, within a bound. A wrong entry costs a recompute, no wrong answer.
+engine by itself; known blocks stay in use meanwhile. A dump may be older than what is known: the last
+messages are taken again on top of it. A block whose parent is not known is parked until the parent comes,
+within a bound. A wrong entry costs a recompute, no wrong answer.
 
 Pure: no I/O, no clock, one thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,10 @@ from router_hints.names import follow, unpack
 
 MAX_WAITING = 256
 """Messages kept of one publisher beyond a gap, and during a repair; more is answered by another dump."""
+MAX_RECENT = 256
+MAX_RECENT_BLOCKS = 4096
+"""Messages kept of one publisher that were taken, and blocks in them, at most: on a busy machine ``KvRouter``
+may lag by seconds."""
 MAX_PARKED = 4096
 """Blocks of one engine whose parent is not known."""
 _MAX_TOMBSTONES = 1024
@@ -52,6 +57,23 @@ class _Publisher:
     sequence: int
     """of the last message that was taken"""
     waiting: dict[int, G1Batch] = field(default_factory=dict)
+    recent: deque[G1Batch] = field(default_factory=deque)
+    """the last ones that were taken, without a gap"""
+    recent_blocks: int = 0
+
+    def took(self, batch: G1Batch) -> None:
+        if batch.sequence != self.sequence + 1:
+            # What was lost may have taken back what came before it.
+            self.forget()
+        self.sequence = batch.sequence
+        self.recent.append(batch)
+        self.recent_blocks += batch.blocks
+        while len(self.recent) > MAX_RECENT or self.recent_blocks > MAX_RECENT_BLOCKS:
+            self.recent_blocks -= self.recent.popleft().blocks
+
+    def forget(self) -> None:
+        self.recent.clear()
+        self.recent_blocks = 0
 
 
 class EngineMemory:
@@ -113,6 +135,7 @@ class EngineMemory:
         publisher.waiting[batch.sequence] = batch
         if len(publisher.waiting) > MAX_WAITING:
             publisher.waiting.clear()
+            publisher.forget()
             publisher.sequence = batch.sequence
             self.wants_repair = "too many messages wait for a lost one"
         if not self._repairing:
@@ -131,7 +154,8 @@ class EngineMemory:
         self._repairing = True
         self.wants_repair = ""
         for publisher in self._publishers.values():
-            publisher.sequence = max([publisher.sequence, *publisher.waiting])
+            for sequence in sorted(publisher.waiting):
+                publisher.took(publisher.waiting[sequence])
             publisher.waiting.clear()
 
     def abort_repair(self, reason: str) -> None:
@@ -147,6 +171,9 @@ class EngineMemory:
         for change in dump:
             if change.rank[0] not in self._dead:
                 self._apply(change)
+        for publisher in self._publishers.values():
+            for batch in publisher.recent:
+                self._apply_all(batch)
         self._end_repair()
 
     # --- lookup ---------------------------------------------------------------------------------
@@ -188,21 +215,23 @@ class EngineMemory:
 
     def _drain(self, publisher: _Publisher) -> None:
         while (batch := publisher.waiting.pop(publisher.sequence + 1, None)) is not None:
-            publisher.sequence = batch.sequence
-            for change in batch.changes:
-                self._apply(change)
+            publisher.took(batch)
+            self._apply_all(batch)
 
     def _end_repair(self) -> None:
-        self._repairing = False
         for publisher in self._publishers.values():
             for sequence in sorted(publisher.waiting):
                 if sequence != publisher.sequence + 1:
                     # It may have changed what the dump says and an older message takes back here.
                     self.wants_repair = self.wants_repair or "a message was lost meanwhile"
-                publisher.sequence = sequence
-                for change in publisher.waiting[sequence].changes:
-                    self._apply(change)
+                publisher.took(publisher.waiting[sequence])
+                self._apply_all(publisher.waiting[sequence])
             publisher.waiting.clear()
+        self._repairing = False
+
+    def _apply_all(self, batch: G1Batch) -> None:
+        for change in batch.changes:
+            self._apply(change)
 
     def _apply(self, change: G1Change) -> None:
         engine = self._engines.setdefault(change.rank, _Engine())
@@ -246,8 +275,8 @@ class EngineMemory:
         return True
 
     def _park(self, engine: _Engine, parent: int, blocks: tuple[tuple[int, int], ...]) -> None:
-        if self._blocks < self._max_blocks:
-            # A full view lacks parents by its own doing.
+        # A full view lacks parents by its own doing; what is taken again over a dump may be older than it.
+        if self._blocks < self._max_blocks and not self._repairing:
             self.wants_repair = self.wants_repair or "a block's parent is not known"
         for block_hash, tokens_hash in blocks:
             if engine.awaits.get(block_hash, parent) != parent:

@@ -37,6 +37,11 @@ class G1Batch(NamedTuple):
     sequence: int
     changes: tuple[G1Change, ...]
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that it names."""
+        return sum(len(change.stored) + len(change.removed) for change in self.changes)
+
 
 class _Envelope(msgspec.Struct):
     publisher_id: int

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvcr.errors import ProtocolError
 from router_hints import g1_repair
-from router_hints.g1 import MAX_PARKED, MAX_WAITING, EngineMemory
+from router_hints.g1 import MAX_PARKED, MAX_RECENT, MAX_WAITING, EngineMemory
 from router_hints.g1_repair import keep_repaired
 from router_hints.kv_events import G1Batch, G1Change, decode_dump
 from router_hints.metrics import Metrics
@@ -315,12 +315,57 @@ def test_too_many_messages_behind_a_lost_one_are_not_kept() -> None:
     assert agrees(memory, engine)
 
 
+def test_a_dump_that_is_older_than_what_is_known_takes_nothing_back() -> None:
+    memory, engine = started(), Engine(1, 11)
+    memory.take(engine.store((1, 2)))
+    old = engine.dump()
+    memory.take(engine.store((1, 2, 3)))
+    memory.take(engine.store((4, 5)))
+    memory.take(engine.evict(1))
+    memory.begin_repair()
+    memory.repair(old)
+    assert agrees(memory, engine)
+    assert not memory.wants_repair
+
+
+def test_what_is_kept_for_that_is_bounded() -> None:
+    memory, engine = started(), Engine(1, 11)
+    for each in range(3000):
+        memory.take(engine.store((each, 1)))
+    (publisher,) = memory._publishers.values()
+    assert len(publisher.recent) == MAX_RECENT
+    for each in range(3):
+        memory.take(engine.store((5000 + each, *range(2000))))
+    assert len(publisher.recent) == 2
+    assert publisher.recent_blocks == 4002
+
+
+@given(st.lists(STEP, min_size=1, max_size=30), st.data())
+@settings(deadline=None)
+def test_whatever_the_age_of_the_dump_what_was_heard_is_known(
+    steps: list[tuple[str, object]], data: st.DataObject
+) -> None:
+    memory, engine, dumps = started(), Engine(1, 11), [[]]
+    said = []
+    for kind, argument in steps:
+        said.append(getattr(engine, kind)(*([] if kind == "clear" else [argument])))
+        dumps.append(engine.dump())
+    until = data.draw(st.integers(0, len(said)))
+    for batch in said[:until]:
+        memory.take(batch)
+    memory.begin_repair()
+    for batch in said[until:]:
+        memory.take(batch)
+    memory.repair(data.draw(st.sampled_from(dumps)))
+    assert agrees(memory, engine)
+
+
 # --- repair ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "BEFORE_DUMP_S", "BETWEEN_S"):
+    for name in ("LOOK_S", "BEFORE_DUMP_S"):
         monkeypatch.setattr(g1_repair, name, 0.001)
 
 
@@ -355,6 +400,20 @@ async def test_a_router_that_starts_reads_everything_and_again_what_was_lost(at_
     assert memory.missing()
     metrics = await _repaired_until(memory, dump, lambda: agrees(memory, engine))
     assert "kvcr_router_g1_repairs_total 1.0" in metrics.render()
+
+
+async def test_what_the_first_dump_did_not_have_is_in_the_second(at_once: None) -> None:
+    memory, engine = EngineMemory(), Engine(1, 11)
+    late = [engine.dump()]
+    memory.take(engine.store((1, 2)))
+    engine.store((3, 4))
+    memory.take(engine.store((5, 6)))
+
+    async def dump() -> list[G1Change]:
+        return late.pop() if late else engine.dump()
+
+    await _repaired_until(memory, dump, lambda: agrees(memory, engine))
+    assert not late
 
 
 def test_a_dump_of_kv_router_is_read_and_other_tiers_are_left_out() -> None:
