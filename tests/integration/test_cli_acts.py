@@ -105,6 +105,7 @@ async def test_mistakes_are_told(
     await deployment.registered("g1")
     nowhere = "ab" * 16
     assert "no guard holds" in kvcr("pin", nowhere, code=1)["error"]
+    assert "no guard holds" in kvcr("invalidate", nowhere, code=1)["error"]
     assert "no other guard holds" in kvcr("prefetch", nowhere, "--to", "g1", code=1)["error"]
     assert (
         "no guard 'g7' is registered; there are: g0, g1"

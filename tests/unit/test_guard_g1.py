@@ -49,6 +49,27 @@ def test_the_answer_ends_the_drop_with_its_count() -> None:
     assert counts == [2]
 
 
+def test_blocks_go_by_hash_and_by_key_and_what_waits_is_merged_within_a_message() -> None:
+    scheduler, counts = Scheduler(), []
+    drops, _ = make(scheduler)
+    keys = [bytes([each]) * 16 for each in range(3)]
+    number = drops.drop(hashes(1), counts.append, keys[0])
+    assert (named(scheduler.sent[0]), scheduler.sent[0].keys) == ([1], keys[0])
+    for _ in range(MAX_UNANSWERED - 1):
+        drops.drop(hashes(9), lambda _: None)
+    drops.drop(hashes(2), counts.append, keys[1])
+    last = drops.drop(hashes(), counts.append, keys[2])
+    drops.dropped(DroppedG1(number, 2))
+    drops.dropped(DroppedG1(scheduler.sent[MAX_UNANSWERED - 1].drop_id, 1))
+    merged = scheduler.sent[MAX_UNANSWERED]
+    assert (merged.drop_id, named(merged), merged.keys) == (last, [2], keys[1] + keys[2])
+    many = b"".join(each.to_bytes(16, "big") for each in range(5000))
+    drops.drop(hashes(), lambda _: None, many)
+    parts = scheduler.sent[MAX_UNANSWERED + 1 :]
+    assert [len(part.keys) // 16 for part in parts] == [2048, 2048, 904]
+    assert b"".join(part.keys for part in parts) == many
+
+
 def test_numbers_grow_from_that_of_the_guard_on() -> None:
     drops, _ = make(Scheduler())
     assert [drops.drop(hashes(each), lambda _: None) for each in range(3)] == [1001, 1002, 1003]

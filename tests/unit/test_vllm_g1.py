@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcr.vllm.torchvision_ops import declare_missing_operators
 
@@ -22,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvcr.config import EngineConfig
+from kvcr.keys import KeySpace, extend_chain
 from kvcr.protocol.engine import DropG1
 from kvcr.vllm import g1
 from kvcr.vllm.scheduler import ConnectorScheduler
@@ -165,3 +168,88 @@ def test_a_request_that_runs_on_after_its_context_was_invalidated_leaves_nothing
     assert [engine.pool.get_cached_block(h, [0]) is not None for h in running.block_hashes] == [
         True, True, False, False, False,
     ]  # fmt: skip
+
+
+# --- blocks named by key ----------------------------------------------------------------------------------
+
+
+def serve(engine: G1, scheduler: ConnectorScheduler, tokens: list[int], request_id: str = "r") -> Any:
+    """One request from its beginning to its end; returns the keys of its blocks."""
+    request = engine.request(request_id, tokens)
+    scheduler.on_new_request(request)
+    scheduler.matched_tokens(request, engine.hits(request) * BLOCK)
+    held = engine.run(request)
+    scheduler.finished(request, [block.block_id for block in held])
+    engine.end(held)
+    return keys_of(tokens)
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    root = KeySpace("dynamo", MODEL).root()
+    return [bytes(key) for key in extend_chain(root, tokens, BLOCK)]
+
+
+def drop_keys(engine: G1, scheduler: ConnectorScheduler, handle: FakeHandle, keys: list[bytes]) -> int:
+    """Blocks that the engine dropped for it, before its next request."""
+    handle.drops = [DropG1(1, b"", b"".join(keys))]
+    scheduler.on_new_request(engine.request("next", [99]))
+    return handle.dropped_counts[-1][1]
+
+
+def test_blocks_named_by_key_are_dropped() -> None:
+    engine = G1()
+    scheduler, handle = connector(engine)
+    mine, other = serve(engine, scheduler, list(range(24))), serve(engine, scheduler, list(range(50, 62)))
+    assert drop_keys(engine, scheduler, handle, [bytes(16), *mine[2:]]) == 4
+    assert engine.hits(engine.request("again", list(range(24)))) == 2
+    assert engine.hits(engine.request("other", list(range(50, 62)))) == len(other)
+
+
+def test_blocks_of_a_request_that_runs_are_dropped_by_key_and_it_keeps_nothing_after_them() -> None:
+    engine = G1()
+    scheduler, handle = connector(engine)
+    running = engine.request("running", list(range(16)))
+    scheduler.on_new_request(running)
+    scheduler.matched_tokens(running, 0)
+    held = engine.run(running)
+    assert drop_keys(engine, scheduler, handle, keys_of(list(range(16)))[2:]) == 2
+    running.append_output_token_ids([16, 17, 18, 19])
+    held += engine.pool.get_new_blocks(1)
+    engine.pool.cache_full_blocks(running, held, 4, 5, BLOCK, 0)
+    scheduler.finished(running, [block.block_id for block in held])
+    engine.end(held)
+    assert engine.hits(running) == 2
+    assert engine.pool.get_cached_block(running.block_hashes[4], [0]) is None
+
+
+def test_a_block_that_stays_in_g1_is_known_by_key_however_much_came_and_went() -> None:
+    engine = G1(blocks=32)
+    scheduler, handle = connector(engine)
+    hot = list(range(16))
+    keys = serve(engine, scheduler, hot)
+    for turn in range(40):
+        serve(engine, scheduler, [1000 + 20 * turn + i for i in range(20)])
+        serve(engine, scheduler, hot)
+    assert engine.hits(engine.request("hot", hot)) == 4
+    assert drop_keys(engine, scheduler, handle, keys) == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=60))
+@settings(deadline=None)
+def test_every_block_in_g1_can_be_named_by_its_key(turns: list[tuple[int, int]]) -> None:
+    """Sessions that grow, are hit again and are forgotten; the engine remembers whatever G1 has."""
+    engine = G1(blocks=16)
+    scheduler, handle = connector(engine)
+    for session, blocks in turns:
+        serve(engine, scheduler, [100 * session + i for i in range(blocks * BLOCK)])
+    cached = sum(block.block_hash is not None for block in engine.pool.blocks)
+    every = [key for s in range(6) for key in keys_of([100 * s + i for i in range(6 * BLOCK)])]
+    assert drop_keys(engine, scheduler, handle, every) == cached
+
+
+def test_new_weights_forget_the_keys() -> None:
+    engine = G1()
+    scheduler, handle = connector(engine)
+    keys = serve(engine, scheduler, list(range(16)))
+    scheduler.reset("other@weights+1")
+    assert drop_keys(engine, scheduler, handle, keys) == 0

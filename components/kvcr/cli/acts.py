@@ -40,7 +40,7 @@ _HELP = {
     "pin": "keep blocks from eviction for a while",
     "unpin": "end a pin",
     "demote": "make blocks the first to be evicted",
-    "invalidate": "drop blocks in every tier",
+    "invalidate": "drop blocks in every tier, engine memory included",
     "prefetch": "copy blocks to a guard ahead of a request",
     "move": "copy blocks to a guard, then drop them where they were",
 }
@@ -83,7 +83,7 @@ def add_parsers(commands: Any) -> None:
                 "--source", metavar="GUARD", help="where from (default: who has most of them)"
             )
         elif name != "unpin":
-            parser.add_argument("--guard", metavar="GUARD", help="only there (default: every holder)")
+            parser.add_argument("--guard", metavar="GUARD", help="only there (default: wherever they are)")
         if name == "pin":
             parser.add_argument(
                 "--ttl-s", type=seconds(1), default=DEFAULT_TTL_S, help="seconds (%(default)s)"
@@ -106,9 +106,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     plan_id = new_plan_id()
     async with opened as fleet:
         orders = await _orders(fleet, arguments, plan_id)
-    if not orders:
-        raise KvcrError("no guard holds any of these blocks")
-    results = await act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s)
+    results = await act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s) if orders else []
     rows: list[dict[str, Any]] = []
     for (guard, kind, _), result in zip(orders, results, strict=True):
         rows.append(
@@ -122,6 +120,11 @@ async def _run(arguments: argparse.Namespace) -> int:
                 "detail": result.detail if result else f"within {arguments.timeout_s:g} s",
             }
         )
+    if arguments.command == "invalidate":
+        # Every guard was told; of interest are those that had something.
+        rows = [row for row in rows if row["result"] != "miss"]
+    if not rows:
+        raise KvcrError("no guard holds any of these blocks")
     if arguments.json:
         print(json.dumps({"plan_id": plan_id, "actions": rows}))
     else:
@@ -150,6 +153,10 @@ async def _orders(
     if arguments.guard:
         holders = [_named(holders, arguments.guard)]
     orders: list[tuple[str, str, msgspec.Struct]] = []
+    if arguments.command == "invalidate":
+        # What only the engine beside it has in its memory, a guard does not list: all are told of all blocks.
+        payload = events.InvalidatePayload(plan_id=plan_id, keys=bytes.fromhex("".join(keys)))
+        return [(holder.record.name, events.INVALIDATE, payload) for holder in holders]
     for holder in holders:
         mine = b"".join(bytes.fromhex(k) for k, held in zip(keys, holder.held, strict=True) if held)
         if not mine:
@@ -157,12 +164,9 @@ async def _orders(
         if arguments.command == "pin":
             payload = events.PinPayload(plan_id=plan_id, keys=mine, pin_id=plan_id, ttl_s=arguments.ttl_s)
             orders.append((holder.record.name, events.PIN, payload))
-        elif arguments.command == "demote":
+        else:
             payload = events.DemotePayload(plan_id=plan_id, keys=mine, descendants=False)
             orders.append((holder.record.name, events.DEMOTE, payload))
-        else:
-            payload = events.InvalidatePayload(plan_id=plan_id, keys=mine, descendants=True)
-            orders.append((holder.record.name, events.INVALIDATE, payload))
     return orders
 
 

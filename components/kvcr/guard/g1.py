@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvcr.guard.meters import Meters
 from kvcr.guard.seat import Seat
 from kvcr.guard.view import GuardState
+from kvcr.keys import KEY_BYTES
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
 from kvcr.protocol.engine import DropG1, DroppedG1, Role
 
@@ -34,8 +35,14 @@ Done = Callable[[int], None]
 class _Drop:
     drop_id: int
     hashes: npt.NDArray[np.uint64]
+    keys: bytes
     done: list[Done]
     """Called with the blocks this message dropped."""
+
+    @property
+    def size(self) -> int:
+        """Blocks named, by hash or by key."""
+        return len(self.hashes) + len(self.keys) // KEY_BYTES
 
 
 class G1Drops:
@@ -50,8 +57,9 @@ class G1Drops:
         # Above those of the guard before us: engines compare them.
         self._last_id = incarnation
 
-    def drop(self, hashes: npt.NDArray[np.uint64], done: Done) -> int:
-        """Ask for these blocks to be dropped; returns the number of the drop.
+    def drop(self, hashes: npt.NDArray[np.uint64], done: Done, keys: bytes = b"") -> int:
+        """Ask for these blocks to be dropped, named by the engine's hash or by key; returns the number of the
+        drop.
 
         ``done(count)`` is called when the engine has dropped them: within this call when there is none, and
         never when another engine takes its place. An empty drop only moves the engine's number on.
@@ -61,9 +69,10 @@ class G1Drops:
             done(0)
             return self._last_id
         self._follow_engine()
+        most, step = max(len(hashes), len(keys) // KEY_BYTES, 1), MAX_BLOCKS_PER_MESSAGE
         parts = [
-            hashes[at : at + MAX_BLOCKS_PER_MESSAGE]
-            for at in range(0, max(len(hashes), 1), MAX_BLOCKS_PER_MESSAGE)
+            (hashes[at : at + step], keys[at * KEY_BYTES : (at + step) * KEY_BYTES])
+            for at in range(0, most, step)
         ]
         total, left = 0, len(parts)
 
@@ -73,8 +82,8 @@ class G1Drops:
             if left == 0:
                 done(total)
 
-        for part in parts:
-            self._append(part, part_done)
+        for some_hashes, some_keys in parts:
+            self._append(some_hashes, some_keys, part_done)
         self._send()
         return self._last_id
 
@@ -97,24 +106,25 @@ class G1Drops:
         self._sent.clear()
         self._send()
 
-    def _append(self, hashes: npt.NDArray[np.uint64], done: Done) -> None:
+    def _append(self, hashes: npt.NDArray[np.uint64], keys: bytes, done: Done) -> None:
         self._last_id += 1
         last = self._waiting[-1] if self._waiting else None
-        if last is not None and len(last.hashes) + len(hashes) <= MAX_BLOCKS_PER_MESSAGE:
+        if last is not None and last.size + len(hashes) + len(keys) // KEY_BYTES <= MAX_BLOCKS_PER_MESSAGE:
             last.drop_id = self._last_id
             last.hashes = np.concatenate([last.hashes, hashes])
+            last.keys += keys
             last.done.append(done)
             return
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
-        self._waiting.append(_Drop(self._last_id, hashes, [done]))
+        self._waiting.append(_Drop(self._last_id, hashes, keys, [done]))
 
     def _send(self) -> None:
         schedulers = [member for member in self._seat.members if member.role is Role.SCHEDULER]
         while schedulers and self._waiting and len(self._sent) < MAX_UNANSWERED:
             drop = self._waiting.popleft()
             self._sent.append(drop)
-            schedulers[-1].send(DropG1(drop.drop_id, drop.hashes.astype("<u8").tobytes()))
+            schedulers[-1].send(DropG1(drop.drop_id, drop.hashes.astype("<u8").tobytes(), drop.keys))
 
     def _follow_engine(self) -> None:
         if self._engine_id != self._seat.engine_id:

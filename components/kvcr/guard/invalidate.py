@@ -72,27 +72,32 @@ class Invalidations:
         def number(drop_id: int) -> None:
             self._tombstones.bury(b"".join(named) + gone.keys, pool.epoch, drop_id, now_s)
 
-        self._drop_g1(hashes, Outcome(code, blocks, byte_count, detail), number, end)
+        # What the pool does not have is nameless here, and may be in G1 all the same.
+        nameless = b"".join(named - _split(gone.keys))
+        self._drop_g1(hashes, nameless, Outcome(code, blocks, byte_count, detail), number, end)
 
     def discard(self, pool: Pool, keys: bytes) -> int:
         """The end of a move, at its source: drop what nobody reads and no pin holds, in G1 too."""
         slots = resident(pool, keys)
+        nameless = b"".join(_split(keys) - _split(pool.record(slots).keys))
         slots = slots[~(pool.pinned(slots, time.monotonic()) | pool.leased(slots))]
         hashes = pool.record(slots).engine_hashes
         self._drop(pool, slots, "moved")
-        if len(hashes):
-            self._g1.drop(hashes, lambda count: None)
+        if len(hashes) or nameless:
+            self._g1.drop(hashes, lambda count: None, nameless)
         return len(slots)
 
     def _drop(self, pool: Pool, slots: Slots, reason: str) -> None:
         pool.evict(slots, time.monotonic(), reason)
         self._host.pool_changed()
 
-    def _drop_g1(self, hashes: Hashes, outcome: Outcome, number: Callable[[int], None], end: End) -> None:
+    def _drop_g1(
+        self, hashes: Hashes, keys: bytes, outcome: Outcome, number: Callable[[int], None], end: End
+    ) -> None:
         """Ask the engine, and end with ``outcome``: as it is if the engine answers soon, else as deferred.
 
-        ``number`` gets the number of the drop. It is sent without hashes too: by it, what is filled by later
-        requests is told from what was under way.
+        ``keys``: of blocks of which no hash is known. ``number`` gets the number of the drop. It is sent
+        without any block too: by it, what is filled by later requests is told from what was under way.
         """
         ended = False
 
@@ -113,8 +118,8 @@ class Invalidations:
             finish(outcome._replace(code=code, detail=_join(outcome.detail, note)))
 
         timer = self._loop.later(G1_WAIT_S, late)
-        number(self._g1.drop(hashes, dropped))
-        if not len(hashes):
+        number(self._g1.drop(hashes, dropped, keys))
+        if not len(hashes) and not keys:
             finish(outcome)
 
 

@@ -211,6 +211,8 @@ class DropG1(Message, frozen=True):
     drop_id: int
     engine_hashes: bytes
     """uint64 each: the engine's own 64-bit block hash"""
+    keys: bytes = b""
+    """of further blocks, of which the sender does not know that hash"""
 
 
 class DroppedG1(Message, frozen=True):

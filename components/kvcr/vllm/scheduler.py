@@ -18,7 +18,7 @@ from kvcr.client import LoadSpec
 from kvcr.client.hints import FetchHint, missing_run, sources_for
 from kvcr.config import EngineConfig
 from kvcr.keys import BlockKey, KeySpace
-from kvcr.protocol.engine import Source
+from kvcr.protocol.engine import DropG1, Source
 from kvcr.vllm import g1
 from kvcr.vllm.chain import RequestChain, key_space
 from kvcr.vllm.hints import request_actions, request_hint, traceparent
@@ -26,6 +26,7 @@ from kvcr.vllm.metadata import StepMetadata, WorkerMetadata
 from kvcr.vllm.port import SchedulerPort
 from kvcr.vllm.requests import RequestState, SchedulerCounters
 from kvcr.vllm.saves import Saves
+from kvcr.vllm.seen import SeenBlocks, hashes_of_running
 from kvcr.vllm.speed import PrefillSpeed
 
 MAX_ROOTS = 4096
@@ -67,6 +68,7 @@ class ConnectorScheduler:
         self._group = group
         self._clock = clock
         self._block_pool: Any = None
+        self._seen = SeenBlocks(0)
         self._requests: dict[str, RequestState] = {}
         self._roots: dict[KeySpace, BlockKey] = {}
         self._loads: list[LoadSpec] = []
@@ -82,6 +84,7 @@ class ConnectorScheduler:
     def bind_block_pool(self, block_pool: Any) -> None:
         """vLLM's G1 block pool: read for headroom and for what G1 has."""
         self._block_pool = block_pool
+        self._seen = SeenBlocks(len(block_pool.blocks))
 
     def on_new_request(self, request: Any) -> None:
         """Compute the request's keys and pass its hint, if it has one, to the guard."""
@@ -187,6 +190,9 @@ class ConnectorScheduler:
             # A one-off turn takes what it brought. What was there before it belongs to others too.
             first = max(state.keep, (state.g1_hits or 0) if state.one_off else 0)
             g1.drop_own(self._block_pool, block_ids[first:])
+        if state is not None and state.g1_hits is not None and self._block_pool is not None:
+            state.chain.extend()
+            self._seen.note(state.chain, state.g1_hits)
         if state is None or not state.jobs:
             return False
         self._delayed.append(request.request_id)
@@ -231,6 +237,7 @@ class ConnectorScheduler:
         """``reset_cache``: blocks belong to other weights now. Running requests are not keyed any more."""
         self._model = model
         self._roots.clear()
+        self._seen.clear()
         for state in self._requests.values():
             state.chain.end()
             state.load_failed = True
@@ -310,7 +317,7 @@ class ConnectorScheduler:
         drops = self._handle.take_drops()
         if not drops:
             return
-        named = [np.frombuffer(drop.engine_hashes, "<u8").astype(np.uint64) for drop in drops]
+        named = [self._named(drop) for drop in drops]
         counts = g1.drop(self._block_pool, named) if self._block_pool is not None else [0] * len(drops)
         for drop, hashes, count in zip(drops, named, counts, strict=True):
             tails = frozenset(each.to_bytes(8, "big") for each in hashes.tolist())
@@ -320,6 +327,14 @@ class ConnectorScheduler:
                     state.keep = min(state.keep, position)
             self._drops = max(self._drops, drop.drop_id)
             self._handle.dropped(drop, count)
+
+    def _named(self, drop: DropG1) -> npt.NDArray[np.uint64]:
+        """The engine's hashes of the blocks of a drop."""
+        hashes = [np.frombuffer(drop.engine_hashes, "<u8").astype(np.uint64)]
+        if drop.keys:
+            hashes.append(self._seen.hashes(drop.keys))
+            hashes += [hashes_of_running(state.chain, drop.keys) for state in self._requests.values()]
+        return np.concatenate(hashes)
 
     def _note_failed(self, invalid: Iterable[int]) -> None:
         """A request some of whose load failed recomputes: asking the pool for it again would loop."""
