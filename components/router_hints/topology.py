@@ -42,6 +42,7 @@ class Place(msgspec.Struct, frozen=True):
     rdma_domain: str = ""
     zone: str = ""
     host: str = ""
+    """Two that name different hosts are not on one, even if they run there."""
 
 
 class Topology(msgspec.Struct, frozen=True, dict=True):
@@ -100,8 +101,11 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
             # Nobody names a domain: only two named zones that differ tell guards apart.
             apart = (zones[:, None] != zones) & (zones[:, None] != 0) & (zones != 0)
             links[~apart] = Link.DOMAIN
-        for names in ([place.boot_id for place in places], [place.host for place in places]):
-            links[_same(_codes(names))] = Link.HOST
+        boots = _codes([place.boot_id for place in places])
+        hosts = _codes([place.host for place in places])
+        # What the deployment calls them goes before what they run on.
+        apart = (hosts[:, None] != hosts) & (hosts[:, None] != 0) & (hosts != 0)
+        links[_same(hosts) | (_same(boots) & ~apart)] = Link.HOST
         return links
 
 

@@ -355,3 +355,12 @@ def test_distances() -> None:
     assert topology.link("a", "d") is Link.FAR
     # A guard without a domain is the only one in its own, and the same goes for one that is not known.
     assert topology.link("x", "d") is Link.FAR
+    # What the deployment calls hosts goes before what they run on.
+    named = {
+        "a": Place("h1", host="x"),
+        "b": Place("h1", host="y"),
+        "c": Place("h2", host="x"),
+        "d": Place("h1"),
+    }
+    apart = Topology(named)
+    assert [apart.link("a", other) is Link.HOST for other in "bcd"] == [False, True, True]
