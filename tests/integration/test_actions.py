@@ -182,7 +182,8 @@ async def test_a_copy_of_invalidated_blocks_that_is_under_way_is_not_published(
             target.start_fetch("r", keys, root, sources)
             payload = InvalidatePayload(plan_id="p", keys=pack_keys(keys[3:5]))
             target.act("r", one("p", INVALIDATE, payload))
-            assert code(await router.result("p")) == ("done", 9)
+            # This engine does not say whether it has them in its own memory.
+            assert code(await router.result("p")) == ("deferred", 9)
         progress = await asyncio.to_thread(target.end_of_fetch)
         assert list(progress.statuses) == [BlockStatus.OK] * 3 + [BlockStatus.GONE] * 9
         assert here(target, keys) == [True] * 3 + [False] * 9

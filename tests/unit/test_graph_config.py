@@ -229,6 +229,25 @@ def test_worker_and_guard_find_each_other(ports: PortBook, model: Path, tmp_path
     assert len(every_port) == len(set(every_port))
 
 
+def test_each_data_parallel_rank_has_a_guard_where_its_engine_looks_for_it(
+    ports: PortBook, model: Path, tmp_path: Path
+) -> None:
+    workers = {"model": str(model), "data-parallel-size": 2, "ServiceArgs": {"workers": 2}}
+    workers["topology"] = [{"rdma_domain": "a"}, {"rdma_domain": "b"}]
+    plan = plan_of({"Etcd": {}, "Nats": {}, "Guard": {}, "VllmWorker": workers}, ports, tmp_path)
+    for index, domain in ((0, "a"), (1, "b")):
+        worker = named(plan, f"worker-{index}")
+        engine = json.loads(flag(worker, "--kv-transfer-config"))["kv_connector_extra_config"]
+        tier = engine["secondary_tiers"][0]
+        for rank in (0, 1):
+            guard = named(plan, f"guard-{index}-dp{rank}")
+            assert engine["socket"].replace("{dp_rank}", str(rank)) == flag(guard, "--socket")
+            assert guard.control == f"tcp://127.0.0.1:{tier['control_ports'][rank]}"
+            assert list(guard.files.values()) == [f"{domain}\n"]
+        # What vLLM takes for another address for each rank.
+        assert "inproc" in json.loads(flag(worker, "--kv-events-config"))["endpoint"]
+
+
 def test_every_process_is_told_where_the_cluster_is(ports: PortBook, model: Path, tmp_path: Path) -> None:
     plan = plan_of({"Etcd": {}, "Nats": {}, "Guard": {}, "Frontend": {}}, ports, tmp_path)
     for process in plan.processes:
@@ -401,7 +420,8 @@ def test_topology_domains_are_files_for_each_worker_and_its_guard(
         for name, text in process.files.items():
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text)
-        assert read_topology(process.env) == {"rdma_domain": expected, "zone": "east"}
+        host = ("one", "two", "three", "four")[int(process.name[-1])]
+        assert read_topology(process.env) == {"host": host, "rdma_domain": expected, "zone": "east"}
 
 
 @pytest.mark.parametrize("given", ["[{rdma_domain: a}]", "{rdma_domain: a}", "[{a/b: c}, {}]"])
