@@ -147,9 +147,20 @@ def test_each_data_parallel_rank_has_a_guard_of_its_own() -> None:
     made = settings(parallel_config__data_parallel_size=2, parallel_config__data_parallel_index=1)
     config = EngineConfig(socket="/run/g{dp_rank}.sock", name="w", pool_dir="/dev/shm/p")
     ranked = config_for_rank(config, made)
-    assert (ranked.socket, ranked.name, ranked.pool_dir) == ("/run/g1.sock", "w-dp1", "/dev/shm/p/dp1")
+    assert (ranked.socket, ranked.name, ranked.pool_dir) == ("/run/g1.sock", "w-dp1", "/dev/shm/p-dp1")
     with pytest.raises(ConfigError, match=r"write \{dp_rank\}"):
         config_for_rank(EngineConfig(socket="/run/g.sock", name="w"), made)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_ranks_of_a_dense_model_are_told_apart_though_each_believes_to_be_the_only_one(rank: int) -> None:
+    made = settings(
+        parallel_config__data_parallel_index=rank, kv_transfer_config__engine_id=f"engine_dp{rank}"
+    )
+    config = EngineConfig(socket="/run/g{dp_rank}.sock", name="w", pool_dir="/dev/shm/p")
+    ranked = config_for_rank(config, made)
+    assert (ranked.socket, ranked.name) == (f"/run/g{rank}.sock", f"w-dp{rank}")
+    assert config_for_rank(config, settings(kv_transfer_config__engine_id="engine")) == config
 
 
 # --- tensors ------------------------------------------------------------------------------------

@@ -137,7 +137,18 @@ class Graph:
             return 0
         if component.service.workers is not None:
             return component.service.workers
-        return max(1, self.count(Kind.WORKER)) if kind is Kind.GUARD else 1
+        return max(1, self.count(Kind.WORKER) * self.ranks) if kind is Kind.GUARD else 1
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of each worker: engines of one server, with a guard each."""
+        worker = self.components.get(Kind.WORKER)
+        size = worker.params.get("data-parallel-size", 1) if worker is not None else 1
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{self.source}: data-parallel-size is {size!r}; expected a whole number from 1"
+            )
+        return size
 
 
 def load_graph(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> tuple[Graph, list[str]]:
@@ -330,11 +341,11 @@ def _environment(body: Mapping[str, Value]) -> dict[str, str | tuple[str, ...]]:
 
 
 def _check_counts(graph: Graph) -> None:
-    workers, guards = graph.count(Kind.WORKER), graph.count(Kind.GUARD)
-    if workers and guards and workers != guards:
+    engines, guards = graph.count(Kind.WORKER) * graph.ranks, graph.count(Kind.GUARD)
+    if engines and guards and engines != guards:
         raise ConfigError(
-            f"{graph.source}: Guard.{SERVICE_ARGS}.workers is {guards} and VllmWorker has {workers}; each "
-            f"worker has exactly one guard, so leave the number of guards out"
+            f"{graph.source}: Guard.{SERVICE_ARGS}.workers is {guards} and VllmWorker has {engines}; each "
+            f"worker has exactly one guard a data-parallel rank, so leave the number of guards out"
         )
     for kind in (Kind.ETCD, Kind.NATS, Kind.ROUTER, Kind.FRONTEND):
         if graph.count(kind) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcr.config import parse_size
@@ -38,6 +38,10 @@ LEASE_TTL_S = 120
 START_TIMEOUT_S = {Kind.GUARD: 60.0, Kind.WORKER: 600.0, Kind.ROUTER: 120.0, Kind.FRONTEND: 120.0}
 """A worker compiles and loads weights; two of them on two loaded cores take minutes."""
 
+_RANKED = "inproc-events"
+"""vLLM gives each rank an address of its own for ``tcp`` and for whatever has ``inproc`` in it, and refuses
+others."""
+
 
 def make_plan(graph: Graph, site: Site, environ: Mapping[str, str]) -> Plan:
     """Decide everything for processes at ``site``. ``environ`` is looked at for ``ETCD_ENDPOINTS`` and
@@ -64,6 +68,7 @@ class _Planner:
         graph = self._graph
         served = self._check_model()
         self._check_pools()
+        self._site.check_ranks(f"{graph.source}: {Kind.WORKER.value}.data-parallel-size", graph.ranks)
         servers = tuple(
             server for kind in (Kind.ETCD, Kind.NATS) if (server := self._server(kind)) is not None
         )
@@ -200,13 +205,14 @@ class _Planner:
         name = self._name(Kind.WORKER, index)
         host = self._site.host(name)
         system_port = self._port(component, "system-port", index, SYSTEM_PORT)
-        control = self._controls[index] if self._controls else None
+        ranks = self._graph.ranks
+        controls = self._controls[index * ranks : (index + 1) * ranks]
         params: dict[str, Any] = {
             "block-size": DEFAULT_BLOCK_SIZE,
             **_without(component.params, "system-port", "topology", "kv-transfer-config", "kv-events-config"),
             "model": self._site.model_path(self._model),
             "served-model-name": served,
-            "kv-transfer-config": self._transfer_config(component, index, control),
+            "kv-transfer-config": self._transfer_config(component, index, controls),
             "kv-events-config": _merged(
                 component.params.get("kv-events-config"),
                 {
@@ -214,7 +220,7 @@ class _Planner:
                     "publisher": "zmq",
                     "topic": "",
                     # vLLM binds TCP on all interfaces or not at all, and these events carry token ids.
-                    "endpoint": f"ipc://{self._site.pools}/{name}.events",
+                    "endpoint": f"ipc://{self._site.pools}/{name}.{'events' if ranks == 1 else _RANKED}",
                 },
             ),
         }
@@ -234,17 +240,18 @@ class _Planner:
             ports={"system": system_port},
             urls={"health": f"http://{host}:{system_port}/health"},
             metrics=f"http://{host}:{system_port}/metrics",
-            control=control,
+            control=controls[0] if controls else None,
         )
 
-    def _transfer_config(self, component: Component, index: int, control: str | None) -> Any:
+    def _transfer_config(self, component: Component, index: int, controls: Sequence[str]) -> Any:
         given = component.params.get("kv-transfer-config")
         engine: dict[str, Any] = {"namespace": self._namespace}
-        if control is not None:
-            name = self._name(Kind.GUARD, index)
+        if controls:
+            name = self._guard_stem(index)
+            rank = "" if len(controls) == 1 else "-dp{dp_rank}"
             engine |= {
                 "name": name,
-                "socket": str(self._site.pools / name / "guard.sock"),
+                "socket": str(self._site.pools / f"{name}{rank}" / "guard.sock"),
                 "pool_dir": str(self._site.pools / name),
                 # Stock dynamo.vllm reads this list, and publishes that this worker takes hints and where
                 # other guards reach its own.
@@ -252,7 +259,7 @@ class _Planner:
                     {
                         "type": "kvcr",
                         "router_capabilities": ["router_hint"],
-                        "control_ports": [int(control.rsplit(":", 1)[1])],
+                        "control_ports": [int(control.rsplit(":", 1)[1]) for control in controls],
                         "control_advertise_host": self._site.host(name),
                     }
                 ],
@@ -368,7 +375,7 @@ class _Planner:
             )
         if not given:
             return {}
-        domains = given[index]
+        domains = given[index // self._graph.ranks if kind is Kind.GUARD else index]
         if not isinstance(domains, Mapping) or not all(
             re.fullmatch(r"[A-Za-z0-9_.-]+", str(name)) for name in domains
         ):
@@ -400,14 +407,21 @@ class _Planner:
         return self._site.port(usual, given, index, f"{component.kind.value}.{key}", host)
 
     def _name(self, kind: Kind, index: int) -> str:
-        stem = {Kind.GUARD: "guard", Kind.WORKER: "worker"}.get(kind, kind.value.lower())
-        if kind not in (Kind.GUARD, Kind.WORKER):
-            return stem if self._graph.count(kind) <= 1 else f"{stem}-{index}"
+        if kind is Kind.GUARD:
+            worker, rank = divmod(index, self._graph.ranks)
+            return self._guard_stem(worker) + (f"-dp{rank}" if self._graph.ranks > 1 else "")
+        if kind is Kind.WORKER:
+            return f"worker-{index}"
+        stem = kind.value.lower()
+        return stem if self._graph.count(kind) <= 1 else f"{stem}-{index}"
+
+    def _guard_stem(self, worker: int) -> str:
+        """Name of the guard of a worker, or what the names of the guards of its ranks begin with."""
         etcd = self._graph.get(Kind.ETCD)
-        if kind is Kind.GUARD and (etcd is None or etcd.params.get("address")):
+        if etcd is None or etcd.params.get("address"):
             # Names of guards are unique in a namespace, and an etcd of somebody else may know other hosts.
-            return f"{self._site.run_id}-{stem}-{index}"
-        return f"{stem}-{index}"
+            return f"{self._site.run_id}-guard-{worker}"
+        return f"guard-{worker}"
 
 
 def _merged(given: Any, defaults: Mapping[str, Any]) -> Any:

@@ -90,6 +90,10 @@ class Site(abc.ABC):
         """Raises ConfigError when they do not fit."""
 
     @abc.abstractmethod
+    def check_ranks(self, what: str, ranks: int) -> None:
+        """Raises ConfigError when a worker cannot have so many data-parallel ranks here."""
+
+    @abc.abstractmethod
     def devices(self, what: str, each: int, index: int, count: int) -> str:
         """``CUDA_VISIBLE_DEVICES`` of the ``index``-th of ``count`` processes with ``each`` GPUs."""
 
@@ -129,6 +133,9 @@ class LocalSite(Site):
                 f"{gib(free_bytes)} free; make the pools smaller, or the mount larger "
                 "(docker run --shm-size, mount -o remount,size=)"
             )
+
+    def check_ranks(self, what: str, ranks: int) -> None:
+        return None
 
     def devices(self, what: str, each: int, index: int, count: int) -> str:
         wanted, found = each * count, count_gpus()

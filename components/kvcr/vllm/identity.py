@@ -171,17 +171,19 @@ def config_for_rank(config: EngineConfig, vllm_config: Any) -> EngineConfig:
     Raises ConfigError when one ``socket`` is given for several ranks.
     """
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size <= 1:
-        return config
     rank = parallel.data_parallel_index
+    # Ranks of a dense model know nothing of each other: vLLM sets their number to 1, and leaves a mark here.
+    apart = vllm_config.kv_transfer_config.engine_id.endswith(f"_dp{rank}")
+    if parallel.data_parallel_size <= 1 and not apart:
+        return config
     if config.socket and DP_RANK not in config.socket:
         raise ConfigError(
-            f"socket is {config.socket!r} for {parallel.data_parallel_size} data-parallel ranks; write "
-            f"{DP_RANK} where the rank's number goes, and start one guard a rank"
+            f"socket is {config.socket!r} for several data-parallel ranks; write {DP_RANK} where the rank's "
+            "number goes, and start one guard a rank"
         )
     return msgspec.structs.replace(
         config,
         socket=config.socket.replace(DP_RANK, str(rank)),
         name=f"{config.name or model_name(vllm_config)}-dp{rank}",
-        pool_dir=f"{config.pool_dir}/dp{rank}" if config.pool_dir else "",
+        pool_dir=f"{config.pool_dir}-dp{rank}" if config.pool_dir else "",
     )

@@ -72,6 +72,11 @@ class ContainerSite(Site):
         # The volume is made as large as the pools.
         return None
 
+    def check_ranks(self, what: str, ranks: int) -> None:
+        # Dynamo names one host for the guards of all ranks; here each guard has its own.
+        if ranks > 1:
+            raise ConfigError(f"{what} is {ranks}: only `kvcr serve` starts a guard for each rank")
+
     def devices(self, what: str, each: int, index: int, count: int) -> str:
         # The container gets its devices, and no others, from whoever runs it.
         return ",".join(str(i) for i in range(each))
