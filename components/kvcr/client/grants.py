@@ -77,7 +77,7 @@ def send_holding(
 
 
 def send_return(
-    send: Callable[[ToGuard], bool],
+    deliver: Callable[[ToGuard], object],
     epoch: int,
     slots: npt.NDArray[np.int32],
     generations: npt.NDArray[np.uint64],
@@ -85,4 +85,4 @@ def send_return(
     """Give granted slots back. Not waited for, and not known to arrive."""
     for start in range(0, len(slots), MAX_BLOCKS_PER_MESSAGE):
         part = slice(start, start + MAX_BLOCKS_PER_MESSAGE)
-        send(Return(epoch, slots[part].astype("<i4").tobytes(), generations[part].astype("<u8").tobytes()))
+        deliver(Return(epoch, slots[part].astype("<i4").tobytes(), generations[part].astype("<u8").tobytes()))

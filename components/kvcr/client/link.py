@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,6 +35,8 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 SLOW_S = 1.0
 """How long a guard whose socket was full is left alone."""
+MAX_KEPT = 4096
+"""Messages kept for it. Past this, to end the connection is the shorter way to say them all."""
 
 _SLOW_ERRORS = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS})
 
@@ -72,6 +75,7 @@ class GuardLink(Generic[R]):
         self._resources: R | None = None
         self._sessions = 0
         self._slow_until = 0.0
+        self._kept: deque[ToGuard] = deque()
         self._closed = False
         self._cause = ""
         self._refused: Refused | None = None
@@ -127,6 +131,31 @@ class GuardLink(Generic[R]):
 
     def send(self, message: ToGuard) -> bool:
         """Send without waiting. False: there is no guard, or it is slow; the message is dropped."""
+        return self._send_kept() and self._send(message)
+
+    def deliver(self, message: ToGuard) -> None:
+        """Send, or keep for when a slow guard listens again: what it is never told of it would hold for ever.
+
+        Lost with the connection only, whose end frees what was held for it.
+        """
+        if self._session is not None and not self.send(message) and self._session is not None:
+            self._kept.append(message)
+            if len(self._kept) > MAX_KEPT:
+                self._lose(self._session, "too much waits for it")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something waits for :meth:`receive` to send it."""
+        return bool(self._kept)
+
+    def _send_kept(self) -> bool:
+        while self._kept:
+            if not self._send(self._kept[0]):
+                return False
+            self._kept.popleft()
+        return True
+
+    def _send(self, message: ToGuard) -> bool:
         session = self._session
         if session is None or time.monotonic() < self._slow_until:
             return False
@@ -144,7 +173,8 @@ class GuardLink(Generic[R]):
         return True
 
     def receive(self) -> list[ToEngine]:
-        """Everything that has arrived. Never waits."""
+        """Everything that has arrived; what is kept is sent. Never waits."""
+        self._send_kept()
         messages: list[ToEngine] = []
         session = self._session
         view = memoryview(self._buffer)
@@ -180,6 +210,7 @@ class GuardLink(Generic[R]):
         if self._session is not session:
             return
         self._session = None
+        self._kept.clear()
         session.sock.close()
         if not self._closed:
             self._log("lost guard %s: %s; going on cold", session.welcome.guard, why)

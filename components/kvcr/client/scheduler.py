@@ -207,7 +207,7 @@ class SchedulerHandle:
         return pin_id if sent else ""
 
     def unpin(self, pin_id: str) -> None:
-        self._link.send(msg.Unpin(pin_id))
+        self._link.deliver(msg.Unpin(pin_id))
 
     def _send_keys(self, make: Callable[[int, bytes], msg.ToGuard], keys: bytes) -> bool:
         session = self._link.session
@@ -353,12 +353,12 @@ class SchedulerHandle:
 
     def dropped(self, drop: msg.DropG1, count: int) -> None:
         """``count`` of its blocks were in G1 and are not any more."""
-        self._link.send(msg.DroppedG1(drop.drop_id, count))
+        self._link.deliver(msg.DroppedG1(drop.drop_id, count))
 
     def finish(self, request_id: str) -> None:
         """The request is over: forget its fetch, and let the guard drop its pulls and leases."""
         if self._fetches.pop(request_id, None) is not None:
-            self._link.send(msg.Finish(request_id))
+            self._link.deliver(msg.Finish(request_id))
 
     # --- input ----------------------------------------------------------------------------------
 

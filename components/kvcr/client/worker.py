@@ -317,7 +317,7 @@ class WorkerHandle:
             with self._turns.lock:
                 busy = self._work()
             if not busy:
-                waiting = bool(self._loads) or self._fills.unsent or not self._listed
+                waiting = bool(self._loads) or self._fills.unsent or not self._listed or self._link.keeps
                 self._sleep(RETRY_S if waiting else self._heartbeat_s or None)
 
     def _work(self) -> bool:
@@ -400,7 +400,7 @@ class WorkerHandle:
         returned = self._returned.get((mapping.token, epoch), SlotSet())
         returned.drop_settled(mapping.reader)
         self._returned = {(mapping.token, epoch): returned}
-        send_return(self._link.send, epoch, returned.slots, returned.generations)
+        send_return(self._link.deliver, epoch, returned.slots, returned.generations)
         self._listed = False
 
     def _list(self) -> None:
@@ -489,7 +489,7 @@ class WorkerHandle:
         unreachable: bool = False,
         corrupt: bytes = b"",
     ) -> None:
-        self._link.send(
+        self._link.deliver(
             msg.Taken(load.spec.request_id, first, indices.tobytes(), copied, unreachable, corrupt)
         )
 
@@ -579,7 +579,7 @@ class WorkerHandle:
                     self._taken(load, first, indices, copied=False)
             loaded = int(np.count_nonzero(load.statuses == BlockStatus.OK))
             corrupt = np.array(load.corrupt, np.intp)
-            self._link.send(
+            self._link.deliver(
                 msg.LoadEnd(
                     request_id=load.spec.request_id,
                     block_count=loaded,
@@ -640,7 +640,7 @@ class WorkerHandle:
         returned.add(slots, generations)
         if self._attached is not None and self._attached.token == spec.pool_token:
             returned.drop_settled_if_large(self._attached.reader)
-        send_return(self._link.send, spec.epoch, slots, generations)
+        send_return(self._link.deliver, spec.epoch, slots, generations)
 
     def _drop_current(self) -> None:
         for load in list(self._loads.values()):
