@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -296,3 +298,31 @@ def test_one_error_tree() -> None:
     assert issubclass(SignalRefused, HarnessError)
     assert issubclass(NotAllowed, HarnessError)
     assert issubclass(RouterAway, HarnessError)
+
+
+class Replies(BaseHTTPRequestHandler):
+    """Answers like a router that knows nothing, and closes each connection after three requests, unasked."""
+
+    protocol_version = "HTTP/1.1"
+    ports: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        port = self.client_address[1]
+        self.ports.append(port)
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        self.close_connection = self.ports.count(port) == 3
+
+
+def test_signals_share_a_connection_and_outlive_its_end() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Replies) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        client = Harness(f"http://127.0.0.1:{server.server_port}")
+        assert [client.signal("s") for _ in range(9)] == [None] * 9
+        client.close()
+        server.shutdown()
+        serving.join()
+    assert len(Replies.ports) == 9
+    assert len(set(Replies.ports)) == 3

@@ -35,6 +35,9 @@ from kvcr.protocol.signals import (
 
 T = TypeVar("T")
 
+_MAX_IDLE = 8
+"""Connections kept open by a client that many threads share."""
+
 
 class HarnessError(KvcrError):
     """A signal did not reach the router, or was not taken. No request depends on it."""
@@ -69,7 +72,7 @@ def headers(session: str, *, parent: str = "", signal: Signal | None = None) -> 
 
 
 class Harness:
-    """Sends signals over HTTP, each over a connection of its own. Any thread; blocking.
+    """Sends signals over HTTP, over connections that stay open between them. Any thread; blocking.
 
     In an event loop: ``await asyncio.to_thread(kv.next_turn, "main", starts_in_s=2.0)``.
     Every call may raise a :class:`HarnessError`.
@@ -90,6 +93,14 @@ class Harness:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._timeout_s = timeout_s
+        # One for each call at a time. A connection for each signal would use up the host's ports: each keeps
+        # its port for a minute after it was closed.
+        self._idle: list[http.client.HTTPConnection] = []
+
+    def close(self) -> None:
+        """Close the connections. A later call opens another."""
+        while self._idle:
+            self._idle.pop().close()
 
     # --- what happens to a session -----------------------------------------------------------------
 
@@ -222,16 +233,7 @@ class Harness:
             return None
 
     def _ask(self, method: str, path: str, kind: type[T], body: bytes | None, wait_s: float) -> T:
-        connect = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-        connection = connect(self._host, self._port, timeout=self._timeout_s + wait_s)
-        try:
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-            raw, status = response.read(), response.status
-        except (OSError, http.client.HTTPException) as error:
-            raise RouterAway(f"no router at {self._host}:{self._port}: {error!r}") from error
-        finally:
-            connection.close()
+        status, raw = self._exchange(method, path, body, self._timeout_s + wait_s)
         if status == 200:
             try:
                 return msgspec.json.decode(raw, type=kind)
@@ -240,6 +242,37 @@ class Harness:
                     f"{self._host}:{self._port} answers like no router of this version: {error}"
                 ) from error
         raise _error(status, raw)
+
+    def _exchange(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        while True:
+            connection = self._connection(timeout_s)
+            was_open = connection.sock is not None
+            try:
+                connection.request(method, path, body, self._headers)
+                response = connection.getresponse()
+                raw = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                # The router may have closed it meanwhile. A signal that arrives twice is one signal.
+                if was_open and not isinstance(error, TimeoutError):
+                    continue
+                raise RouterAway(f"no router at {self._host}:{self._port}: {error!r}") from error
+            if connection.sock is not None and len(self._idle) < _MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            return response.status, raw
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connect = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
+            return connect(self._host, self._port, timeout=timeout_s)
+        connection.timeout = timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        return connection
 
 
 class _Unknown(HarnessError):
