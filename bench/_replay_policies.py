@@ -145,6 +145,7 @@ class Ours:
         if turn.session:
             self._homes[turn.session] = f"g{made.rank[0]}"
         self._plans[number] = made
+        self._blocks[number] = request.blocks
         if not made.no_retain:
             self._underway.begin(str(number), made.rank, keys_of(request.blocks))
         self._ledger.book(
@@ -162,6 +163,8 @@ class Ours:
         made = self._plans[number]
         self._ledger.first_output(str(number))
         self._underway.end(str(number))
+        for run in made.spare:
+            sim.demote(int(run.guard[1:]), self._blocks[number][run.first : run.first + run.count])
         chosen = made.chosen
         if chosen.wait_s > 0 and not made.sources:
             alone_s = chosen.fetch_s + chosen.prefill_s + chosen.load_s
@@ -180,6 +183,7 @@ class Ours:
         self._ledger.release(str(number))
         self._underway.end(str(number))
         self._plans.pop(number, None)
+        self._blocks.pop(number, None)
 
     def changed(self, worker: int, stored: list[int], removed: list[int], sim: Simulation) -> None:
         if not stored and not removed:

@@ -39,6 +39,8 @@ class Worker:
     since_s: float = 0.0
     until_s: float | None = None
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    demoted: set[int] = field(default_factory=set)
+    """of its cache, what may be evicted first"""
     free_at_s: float = 0.0
     sends_until_s: float = 0.0
     running: int = 0
@@ -59,11 +61,25 @@ class Worker:
         stored = [block for block in blocks if block not in self.cache]
         for block in reversed(blocks):
             self.cache[block] = None
-            self.cache.move_to_end(block)
+        self.use(blocks)
         removed = []
         while len(self.cache) > self.capacity:
             removed.append(self.cache.popitem(last=False)[0])
+        self.demoted.difference_update(removed)
         return stored, removed
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """Count a use of blocks it has: the head is the last of them to be evicted."""
+        for block in reversed(blocks):
+            self.cache.move_to_end(block)
+        self.demoted.difference_update(blocks)
+
+    def demote(self, blocks: Sequence[int]) -> None:
+        """Those of them that are here are the first to be evicted, the tail before the head."""
+        here = [block for block in blocks if block in self.cache]
+        for block in here:
+            self.cache.move_to_end(block, last=False)
+        self.demoted.update(here)
 
 
 @dataclass
@@ -186,8 +202,8 @@ class Simulation:
         worker.running += 1
         self._ttfts.append(self.now_s - running.arrived_s)
         if running.choice.keep:
-            worker.coming -= Counter(running.request.blocks)
-            self.keep(worker.name, running.request.blocks)
+            worker.coming -= Counter(running.request.full_blocks)
+            self.keep(worker.name, running.request.full_blocks)
         self.policy.first_output(number, self.now_s - running.sent_s, self)
         itl_s = ITL_S + ITL_SHARE_S * worker.running
         self.at(self.now_s + running.request.output * itl_s, "end", number)
@@ -234,13 +250,11 @@ class Simulation:
         ready_s = self.now_s + self.copy(choice.copies)
         copied = {block for blocks in choice.copies.values() for block in blocks}
         have = 0
-        for block in request.blocks:
+        for block in request.blocks[: (request.tokens - 1) // TOKENS]:
             if block not in worker.cache and block not in copied and not worker.coming[block]:
                 break
             have += 1
-        for block in request.blocks[:have]:
-            if block in worker.cache:
-                worker.cache.move_to_end(block)
+        worker.use([block for block in request.blocks[:have] if block in worker.cache])
         self._hits += have
         self._blocks += len(request.blocks)
         prefill = max(1, request.tokens - have * TOKENS)
@@ -250,7 +264,7 @@ class Simulation:
         worker.computed_tokens += prefill
         worker.queued_tokens += prefill
         if choice.keep:
-            worker.coming.update(request.blocks)
+            worker.coming.update(request.full_blocks)
         self._running[number] = _Running(request, choice, arrived_s, self.now_s, prefill)
         self.at(worker.free_at_s, "first", number)
 
@@ -274,11 +288,8 @@ class Simulation:
         gone = [block for block in blocks if block in cache]
         for block in gone:
             del cache[block]
+        self.workers[name].demoted.difference_update(gone)
         self.policy.changed(name, [], gone, self)
 
     def demote(self, name: int, blocks: Sequence[int]) -> None:
-        """First to be evicted, the tail before the head."""
-        cache = self.workers[name].cache
-        for block in blocks:
-            if block in cache:
-                cache.move_to_end(block, last=False)
+        self.workers[name].demote(blocks)

@@ -26,6 +26,11 @@ class Request:
     session: int
     turn: Turn = field(default_factory=Turn)
 
+    @property
+    def full_blocks(self) -> tuple[int, ...]:
+        """The traces name the last block too when it is not full: no engine keeps that one."""
+        return self.blocks[: self.tokens // TOKENS]
+
 
 @dataclass(frozen=True)
 class Notice:

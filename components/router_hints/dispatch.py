@@ -296,6 +296,7 @@ class _Attempt:
         books.bookings.first_output(self._request_id)
         books.underway.end(made.plan_id)
         books.workers.mark_up(made.rank[0])
+        books.visits.arrived(self._placed)
         books.plans.first_output(made.plan_id, now - self._sent_s)
         books.metrics.first_output_seconds.observe(now - self._begun_s)
         self._learn(now - self._sent_s)

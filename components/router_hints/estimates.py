@@ -13,7 +13,7 @@ import numpy.typing as npt
 from router_hints.costs import CostModel, Rank
 from router_hints.index import IndexView
 from router_hints.ledger import Load, Loads
-from router_hints.plans import Estimate, RequestView, SourceRun, Worker
+from router_hints.plans import Estimate, Estimates, RequestView, SourceRun, Worker
 from router_hints.topology import Topology
 from router_hints.turns import Kind, Turn
 from router_hints.ways import OWN, Flags, Floats, Holder, find_ways
@@ -159,7 +159,7 @@ class Scene:
 
     # --- seconds ---------------------------------------------------------------------------------
 
-    def estimates(self) -> tuple[Estimate, ...]:
+    def estimates(self) -> Estimates:
         """The cost terms of every worker. In arrays, one entry a worker: it is most of the time to plan."""
         request, settings, turn = self.request, self.costs.settings, self.request.turn
         starts_in_s = turn.starts_in_s if request.ahead else 0.0
@@ -185,64 +185,42 @@ class Scene:
         load = np.minimum(1.0, pace)
         behind_s = _BEHIND_WEIGHT * prefill_s * (load - load.min()) * (1.0 - load.mean())
         pressure_s = self._pressure_s(loads, speed) + self._pool_s(resident, speed)
-        none = [0.0] * len(loads)
-        columns = zip(
-            self.workers,
-            wait_s.tolist(),
-            np.maximum(0.0, fetch_s - starts_in_s).tolist(),
-            prefill_s.tolist(),
-            (requests * settings.decode_s).tolist(),
-            (_LATER_WEIGHT * self._turns * trend_s + behind_s).tolist(),
-            self._delays_s(starts_in_s, wait_s + prefill_s) if self._announced else none,
-            pressure_s.tolist(),
-            copy_s.tolist(),
-            self._jitters_s(speed) if self.loads.unseen_tokens > 0 else none,
-            self._g1,
-            self._reused,
-            self._copied,
-            joined.tolist(),
-            strict=True,
+        held_back_s = np.maximum(0.0, fetch_s - starts_in_s)
+        later_s = _LATER_WEIGHT * self._turns * trend_s + behind_s
+        load_s = requests * settings.decode_s
+        nothing = np.zeros(len(loads))
+        delay_s = self._delays_s(starts_in_s, wait_s + prefill_s) if self._announced else nothing
+        jitter_s = self._jitters_s(speed) if self.loads.unseen_tokens > 0 else nothing
+        hot_s = np.where(self._joins(resident), self._hot_with_one_more_s, self._hot_as_it_is_s)
+        bias = (
+            np.array([_bias(request, worker) for worker in self.workers]) if request.preferred_taints else 1.0
         )
+        # In the order of Estimate.total_s, so that both are the same to the last bit.
+        total_s = wait_s + held_back_s + prefill_s + load_s
+        total_s += later_s + delay_s + pressure_s + copy_s + hot_s + jitter_s
+        total_s += 1e-3
+        total_s *= bias
         home = request.session.home
-        return tuple(
-            [
-                Estimate(
-                    rank=worker.rank,
-                    wait_s=wait,
-                    fetch_s=fetch,
-                    prefill_s=prefill,
-                    load_s=load,
-                    later_s=later,
-                    delay_s=delay,
-                    pressure_s=pressure,
-                    copy_s=copy,
-                    hot_s=self._hot_with_one_more_s if self._joins(row) else self._hot_as_it_is_s,
-                    jitter_s=jitter,
-                    bias=_bias(request, worker),
-                    g1_blocks=g1,
-                    local_blocks=reuse - g1 - blocks,
-                    copied_blocks=blocks,
-                    runs=runs,
-                    joined=joins,
-                    at_home=bool(home) and worker.guard == home,
-                )
-                for row, (
-                    worker,
-                    wait,
-                    fetch,
-                    prefill,
-                    load,
-                    later,
-                    delay,
-                    pressure,
-                    copy,
-                    jitter,
-                    g1,
-                    reuse,
-                    (blocks, runs),
-                    joins,
-                ) in enumerate(columns)
-            ]
+        return Estimates(
+            total_s.tolist(),
+            rank=[worker.rank for worker in self.workers],
+            wait_s=wait_s.tolist(),
+            fetch_s=held_back_s.tolist(),
+            prefill_s=prefill_s.tolist(),
+            load_s=load_s.tolist(),
+            later_s=later_s.tolist(),
+            delay_s=delay_s.tolist(),
+            pressure_s=pressure_s.tolist(),
+            copy_s=copy_s.tolist(),
+            hot_s=hot_s.tolist(),
+            jitter_s=jitter_s.tolist(),
+            bias=np.broadcast_to(bias, len(loads)).tolist(),
+            g1_blocks=self._g1,
+            local_blocks=(reused - np.array(self._g1) - copied).tolist(),
+            copied_blocks=copied.tolist(),
+            runs=[runs for _, runs in self._copied],
+            joined=joined.tolist(),
+            at_home=[bool(home) and worker.guard == home for worker in self.workers],
         )
 
     def _join(self, fetch_s: Floats) -> Flags:
@@ -290,15 +268,18 @@ class Scene:
         wait_s += np.maximum(0.0, requests - places + 1) * self.costs.settings.slot_wait_s
         return wait_s
 
-    def _delays_s(self, starts_in_s: float, busy_s: Floats) -> list[float]:
-        return [
-            sum(
-                max(0.0, min(busy, starts_in_s + busy - begins_s))
-                for begins_s, _ in self._announced.get(worker.rank, ())
-                if begins_s > starts_in_s
-            )
-            for worker, busy in zip(self.workers, busy_s.tolist(), strict=True)
-        ]
+    def _delays_s(self, starts_in_s: float, busy_s: Floats) -> Floats:
+        return np.array(
+            [
+                sum(
+                    max(0.0, min(busy, starts_in_s + busy - begins_s))
+                    for begins_s, _ in self._announced.get(worker.rank, ())
+                    if begins_s > starts_in_s
+                )
+                for worker, busy in zip(self.workers, busy_s.tolist(), strict=True)
+            ],
+            dtype=np.float64,
+        )
 
     def _pressure_s(self, loads: Sequence[Load], speed: Floats) -> Floats:
         size = self.request.block_size
@@ -317,16 +298,18 @@ class Scene:
         pushed: Floats = np.maximum(0.0, self.request.reusable_blocks - resident - room)
         return _POOL_WEIGHT * pushed * self.request.block_size / speed
 
-    def _jitters_s(self, speed: Floats) -> list[float]:
+    def _jitters_s(self, speed: Floats) -> Floats:
         request, unseen = self.request, self.loads.unseen_tokens
         seeds = [f"{request.router}/{request.plan_id}/{w.rank[0]}.{w.rank[1]}".encode() for w in self.workers]
         parts = [int.from_bytes(hashlib.blake2b(seed, digest_size=4).digest(), "little") for seed in seeds]
-        seconds: list[float] = (np.array(parts) / 2**32 * unseen / speed).tolist()
+        seconds: Floats = np.array(parts) / 2**32 * unseen / speed
         return seconds
 
-    def _joins(self, row: int) -> bool:
-        """Whether the worker will be one more holder of the prefix."""
-        return self._resident[row] < _REPLICA * self._longest and not self.over_replicated(row)
+    def _joins(self, resident: npt.NDArray[np.int64]) -> Flags:
+        """Whether each worker will be one more holder of the prefix."""
+        room = not 0 < self.costs.settings.max_replicas <= self._replicas
+        joins: Flags = (resident < _REPLICA * self._longest) & room
+        return joins
 
     def _hot_s(self, rate_per_s: float, replicas: int) -> float:
         """Followers' queue (M/D/1) at so many holders.

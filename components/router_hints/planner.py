@@ -17,6 +17,7 @@ from router_hints.index import IndexView
 from router_hints.ledger import Loads
 from router_hints.plans import (
     Estimate,
+    Estimates,
     Mode,
     NoWorker,
     Plan,
@@ -72,8 +73,8 @@ def plan(
     eligible = _eligible(request, workers)
     scene = Scene(request, eligible, index, holders, loads, costs, topology)
     estimates = scene.estimates()
-    chosen = _cheapest(request, estimates, loads)
-    row = next(row for row, worker in enumerate(eligible) if worker.rank == chosen.rank)
+    row = _cheapest(request, estimates, loads)
+    chosen = estimates[row]
     sources, reason, again_in_s = scene.sources(row, chosen), None, None
     if sources and request.ahead:
         reason, again_in_s = _not_now(request.turn, scene.raw_fetch_s[row])
@@ -85,11 +86,13 @@ def plan(
         sources = tuple(part for run in sources for part in _split(run, shared))
     no_retain = _nobody_comes_back(request) or (bool(sources) and scene.over_replicated(row))
     copied_tokens = chosen.copied_blocks * request.block_size
+    mode = _mode(request, bool(sources), moves, no_retain)
+    reason = reason or _reason(request, chosen, estimates, bool(sources), moves, scene.no_budget)
     return Plan(
         plan_id=request.plan_id,
         rank=chosen.rank,
-        mode=_mode(request, bool(sources), moves, no_retain),
-        reason=reason or _reason(request, chosen, estimates, bool(sources), moves, scene.no_budget),
+        mode=mode,
+        reason=reason,
         sources=sources,
         give_up_ms=1e3 * costs.prefill(chosen.rank).seconds(copied_tokens) if sources else 0.0,
         prefill_tokens=request.tokens - chosen.reused_blocks * request.block_size,
@@ -99,6 +102,7 @@ def plan(
         planned_s=now_s,
         no_retain=no_retain,
         again_in_s=again_in_s,
+        spare=_spare(request, sources) if mode is Mode.COPY and reason is Reason.COPY else (),
     )
 
 
@@ -161,20 +165,24 @@ def _eligible(request: RequestView, workers: Sequence[Worker]) -> list[Worker]:
     return eligible
 
 
-def _cheapest(request: RequestView, estimates: Sequence[Estimate], loads: Loads) -> Estimate:
-    totals = [estimate.total_s for estimate in estimates]
+def _cheapest(request: RequestView, estimates: Estimates, loads: Loads) -> int:
+    """Number of the candidate that gets the request."""
+    totals = estimates.total_s
     limit = min(totals) * _NEAR_FACTOR + _NEAR_S
-    near = [estimate for estimate, total in zip(estimates, totals, strict=True) if total <= limit]
-    return min(
-        near,
-        key=lambda e: (
-            not e.at_home,
-            e.copied_blocks,
-            -e.reused_blocks,
-            loads.of(e.rank).requests,
-            _rendezvous(request, e.rank),
-        ),
-    )
+    near = [row for row, total in enumerate(totals) if total <= limit]
+    home, copied, ranks = (estimates.column(name) for name in ("at_home", "copied_blocks", "rank"))
+    reused = [estimates.column(name) for name in ("g1_blocks", "local_blocks", "copied_blocks")]
+
+    def order(row: int) -> tuple[bool, int, int, int]:
+        have = sum(column[row] for column in reused)
+        return not home[row], copied[row], -have, loads.of(ranks[row]).requests
+
+    orders = {row: order(row) for row in near} if len(near) > 1 else {near[0]: ()}
+    first = min(orders.values())
+    equal = [row for row in near if orders[row] == first]
+    if len(equal) == 1:
+        return equal[0]
+    return min(equal, key=lambda row: _rendezvous(request, ranks[row]))
 
 
 def _rendezvous(request: RequestView, rank: Rank) -> bytes:
@@ -210,6 +218,13 @@ def _split(run: SourceRun, shared: int) -> tuple[SourceRun, ...]:
     return tuple(part for part in parts if part.count)
 
 
+def _spare(request: RequestView, sources: Sequence[SourceRun]) -> tuple[SourceRun, ...]:
+    """Two places for one session are one too many for the pools, as what is pushed out for them is in none.
+    A prefix that is asked for often stays where it is, and so does what other sessions share."""
+    parts = (part for run in sources for part in _split(run, request.session.shared_blocks))
+    return tuple(part for part in parts if part.frees)
+
+
 def _mode(request: RequestView, copies: bool, moves: bool, no_retain: bool) -> Mode:
     if request.ahead:
         return Mode.PREFETCH if copies else Mode.NONE
@@ -223,7 +238,7 @@ def _mode(request: RequestView, copies: bool, moves: bool, no_retain: bool) -> M
 def _reason(
     request: RequestView,
     chosen: Estimate,
-    estimates: Sequence[Estimate],
+    estimates: Estimates,
     copies: bool,
     moves: bool,
     no_budget: bool,
@@ -239,7 +254,7 @@ def _reason(
             return Reason.WAKE_UP
         if request.ahead:
             return Reason.NEXT_TURN
-        hot_s = max(estimate.hot_s for estimate in estimates) - chosen.hot_s
+        hot_s = max(estimates.column("hot_s")) - chosen.hot_s
         return Reason.SPREAD if hot_s > chosen.fetch_s else Reason.COPY
     if no_budget:
         return Reason.BUDGET

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -183,6 +184,36 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return self.g1_blocks + self.local_blocks + self.copied_blocks
 
 
+class Estimates:
+    """The cost terms of all candidates, in columns: most are looked at only when somebody asks why.
+
+    Candidates are numbered from 0; iterating gives each as an :class:`Estimate`.
+    """
+
+    __slots__ = ("_columns", "total_s")
+
+    def __init__(self, total_s: list[float], **columns: Sequence[Any]) -> None:
+        """``columns``: one of the length of ``total_s`` for each field of :class:`Estimate`."""
+        self.total_s = total_s
+        """of each, as :attr:`Estimate.total_s`"""
+        self._columns = columns
+
+    def column(self, field: str) -> Sequence[Any]:
+        return self._columns[field]
+
+    def __len__(self) -> int:
+        return len(self.total_s)
+
+    def __getitem__(self, row: int) -> Estimate:
+        return Estimate(**{field: column[row] for field, column in self._columns.items()})
+
+    def __iter__(self) -> Iterator[Estimate]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Estimates) and self._columns == other._columns
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decision, and what it was made from."""
@@ -199,12 +230,14 @@ class Plan:
     blocks: int
     """Blocks the whole prompt occupies."""
     chosen: Estimate
-    candidates: tuple[Estimate, ...]
+    candidates: Estimates
     planned_s: float
     no_retain: bool = False
     """Nothing of this request is to be kept outside the engine, nor in it afterwards."""
     again_in_s: float | None = None
     """Too early to act: plan again then."""
+    spare: tuple[SourceRun, ...] = ()
+    """What need not stay at its sources once it is at the target: the first to be evicted there."""
 
     @property
     def byte_counts(self) -> dict[str, int]:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvcr.keys import KeySpace
+from kvcr.keys import KEY_BYTES, KeySpace
+from kvcr.protocol.events import DEMOTE, DemotePayload
 from kvcr.protocol.signals import BadSignal, Kind, Signal, read_signal
 from router_hints import turns
+from router_hints.actions import Order
 from router_hints.chains import Chain, as_array
 from router_hints.desk import Desk
 from router_hints.messages import message_starts
@@ -26,7 +28,7 @@ from router_hints.reading import merged, turn_of
 from router_hints.requests import Prompt
 from router_hints.sessions import Run, Session, SessionKey
 from router_hints.shown import last_plan
-from router_hints.signals import Audience, SignalHandler
+from router_hints.signals import ACT_WITHIN_S, Audience, SignalHandler
 from router_hints.turns import SessionView, Turn
 
 log = logging.getLogger(__name__)
@@ -133,6 +135,21 @@ class Visits:
         if visit.run is not None and tokens:
             self.desk.sessions.decoded(visit.run, tokens)
 
+    def arrived(self, placed: Placed) -> None:
+        """What was copied for a request is where it runs: its sources need not keep what they have of it.
+
+        Those that use it again before they are full keep it all the same.
+        """
+        made = placed.plan
+        if placed.hint is None or not made.spare:
+            return
+        orders = [
+            Order(run.guard, DEMOTE, DemotePayload(plan_id=made.plan_id, keys=keys, descendants=False))
+            for run in made.spare
+            if (keys := placed.keys[KEY_BYTES * run.first : KEY_BYTES * (run.first + run.count)])
+        ]
+        self._in_background(self.desk.actor.act(made.plan_id, orders, expires_in_s=ACT_WITHIN_S))
+
     def leave(self, visit: Visit) -> None:
         """The request is over, however it ended."""
         self.output(visit, ())
@@ -179,7 +196,7 @@ class Visits:
         if self.audience is not None:
             self.audience.session_changed(session)
 
-    def _in_background(self, work: Awaitable[None]) -> None:
+    def _in_background(self, work: Awaitable[object]) -> None:
         async def run() -> None:
             try:
                 await work
