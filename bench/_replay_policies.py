@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections import Counter
 from functools import lru_cache
@@ -20,7 +21,17 @@ from router_hints.turns import Arriving, Kind, SessionView, Turn
 from router_hints.underway import Underway
 
 
-class _Plain:
+class _Deaf:
+    """What happens makes no difference to it."""
+
+    def first_output(self, number: int, seconds: float, sim: Simulation) -> None: ...
+    def ended(self, number: int, sim: Simulation) -> None: ...
+    def changed(self, worker: int, stored: list[int], removed: list[int], sim: Simulation) -> None: ...
+    def lost(self, worker: int, sim: Simulation) -> None: ...
+    def notice(self, notice: Notice, sim: Simulation) -> None: ...
+
+
+class _Plain(_Deaf, abc.ABC):
     """A router that only chooses a worker."""
 
     name = ""
@@ -28,14 +39,8 @@ class _Plain:
     def choose(self, request: Request, number: int, sim: Simulation) -> Choice:
         return Choice(self.pick(request, number, sim))
 
-    def pick(self, request: Request, number: int, sim: Simulation) -> int:
-        raise NotImplementedError
-
-    def first_output(self, number: int, seconds: float, sim: Simulation) -> None: ...
-    def ended(self, number: int, sim: Simulation) -> None: ...
-    def changed(self, worker: int, stored: list[int], removed: list[int], sim: Simulation) -> None: ...
-    def lost(self, worker: int, sim: Simulation) -> None: ...
-    def notice(self, notice: Notice, sim: Simulation) -> None: ...
+    @abc.abstractmethod
+    def pick(self, request: Request, number: int, sim: Simulation) -> int: ...
 
 
 class RoundRobin(_Plain):
@@ -147,7 +152,7 @@ class Ours:
         self._plans[number] = made
         self._blocks[number] = request.blocks
         if not made.no_retain:
-            self._underway.begin(str(number), made.rank, keys_of(request.blocks))
+            self._underway.begin(str(number), made.rank, keys_of(request.full_blocks))
         self._ledger.book(
             str(number),
             made.rank,

@@ -187,7 +187,7 @@ class CostModel:
         unknown = len(rows)
         here = np.array([rows.get(target, unknown) for target in targets], dtype=np.int64)
         there = np.array([rows.get(source, unknown) for source in sources], dtype=np.int64)
-        known = table[here[:, None], there]
+        known = table.take(here, 0).take(there, 1)
         return np.where(np.isnan(known), rates, known)
 
     def _table(self) -> tuple[dict[str, int], npt.NDArray[np.float64]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -66,6 +67,7 @@ class Scene:
         budget = costs.settings.copy_budget_bytes_per_s
         self._no_budget = bool(budget) and loads.copied_bytes_per_s >= budget
         self._prefills = [costs.prefill(worker.rank) for worker in workers]
+        self._speed = np.array([prefill.tokens_per_s for prefill in self._prefills])
         self._kept = [0] * len(workers)
         """runs each worker takes"""
         self._reused = list(self._g1)
@@ -73,12 +75,12 @@ class Scene:
         """blocks and runs that each worker gets from others"""
         self.raw_fetch_s = [0.0] * len(workers)
         self._choose_lengths()
-        self._resident = [self._own_prefix(row) for row in range(len(workers))]
+        self._resident = self._own_prefixes()
         longest = max(self._resident)
         self._replicas = sum(own >= _REPLICA * longest > 0 for own in self._resident)
         self._longest = longest
         self._turns = _later_turns(request.turn)
-        self._best = best = max(range(len(workers)), key=lambda row: self._resident[row])
+        self._best = best = self._resident.index(longest)
         self._spike = _spike(loads.of(workers[best].rank)) if longest else 0.0
         """how much of the queue at the best holder is new: 0 a trend, 1 a spike"""
         rate_per_s = _rate_of(request.rates_per_s, longest)
@@ -97,35 +99,38 @@ class Scene:
         """How many of its runs each worker takes: blocks are reused as a prefix, so each way to get them is
         the runs up to one of them, and none that is slower than computing its blocks."""
         ways, size = self._ways, self.request.block_size
-        if not ways.counts.any():
+        most = int(ways.counts.max(initial=0))
+        if not most:
             return
-        elapsed = np.cumsum(ways.seconds, axis=1)
+        # As wide as the longest way, of what may be much wider.
+        first, end, copied = ways.first[:, :most], ways.end[:, :most], ways.source[:, :most] != OWN
+        elapsed = np.cumsum(ways.seconds[:, :most], axis=1)
         starts = np.array([self._g1[row] for row in self._guarded])
-        block_s = np.array([self._prefills[row].seconds(size) for row in self._guarded])
-        gain = (ways.end - starts[:, None]) * block_s[:, None] - elapsed
-        gain[np.arange(gain.shape[1]) >= ways.counts[:, None]] = -np.inf
+        block_s = size / self._speed[self._guarded]
+        gain = (end - starts[:, None]) * block_s[:, None] - elapsed
+        numbers = np.arange(most)
+        gain[numbers >= ways.counts[:, None]] = -np.inf
         if self._no_budget:
             # Up to the first copy.
-            gain[np.maximum.accumulate(ways.source != OWN, axis=1)] = -np.inf
+            gain[np.maximum.accumulate(copied, axis=1)] = -np.inf
         last = gain.argmax(axis=1)
         targets = np.arange(len(last))
-        copied = ways.source != OWN
-        copied &= np.arange(gain.shape[1]) <= last[:, None]
-        blocks = ((ways.end - ways.first) * copied).sum(axis=1).tolist()
+        copied &= numbers <= last[:, None]
+        blocks = ((end - first) * copied).sum(axis=1).tolist()
         runs, worth = copied.sum(axis=1).tolist(), (gain[targets, last] > 0).tolist()
-        ends, taken_s = ways.end[targets, last].tolist(), elapsed[targets, last].tolist()
+        ends, taken_s = end[targets, last].tolist(), elapsed[targets, last].tolist()
         for way, row in enumerate(self._guarded):
             if worth[way]:
                 self._kept[row] = int(last[way]) + 1
                 self._reused[row], self.raw_fetch_s[row] = ends[way], taken_s[way]
                 self._copied[row] = blocks[way], runs[way]
 
-    def _own_prefix(self, row: int) -> int:
-        """Leading blocks that the worker has without any copy."""
-        way = self._way_of.get(row)
-        if way is not None and self._ways.counts[way] and self._ways.source[way, 0] == OWN:
-            return int(self._ways.end[way, 0])
-        return self._g1[row]
+    def _own_prefixes(self) -> list[int]:
+        """Leading blocks that each worker has without any copy."""
+        ways, own = self._ways, list(self._g1)
+        for way in np.flatnonzero((ways.counts > 0) & (ways.source[:, 0] == OWN)).tolist():
+            own[self._guarded[way]] = int(ways.end[way, 0])
+        return own
 
     def sources(self, row: int, chosen: Estimate) -> tuple[SourceRun, ...]:
         """The copies of one worker, in prefix order."""
@@ -163,12 +168,11 @@ class Scene:
         """The cost terms of every worker. In arrays, one entry a worker: it is most of the time to plan."""
         request, settings, turn = self.request, self.costs.settings, self.request.turn
         starts_in_s = turn.starts_in_s if request.ahead else 0.0
-        speed = np.array([prefill.tokens_per_s for prefill in self._prefills])
+        speed = self._speed
         overhead_s = np.array([prefill.overhead_s for prefill in self._prefills])
-        loads = [self.loads.of(worker.rank) for worker in self.workers]
-        requests = np.array([load.requests for load in loads], dtype=np.float64)
-        trend_s = np.array([load.slow_tokens for load in loads]) / speed
-        pace = np.array([load.tokens_per_s for load in loads]) / speed
+        loads = _columns(self.loads.of(worker.rank) for worker in self.workers)
+        requests, trend_s = loads["requests"], loads["slow_tokens"] / speed
+        pace = loads["tokens_per_s"] / speed
         reused, resident = np.array(self._reused), np.array(self._resident)
         fetch_s = np.array(self.raw_fetch_s)
         joined = self._join(fetch_s)
@@ -179,7 +183,7 @@ class Scene:
         if settings.copy_budget_bytes_per_s:
             price += self.loads.copied_bytes_per_s / settings.copy_budget_bytes_per_s
         copy_s = np.where((copied > 0) & ~joined, fetch_s * price, 0.0)
-        wait_s = self._wait_s(loads, speed, requests, trend_s, starts_in_s)
+        wait_s = self._wait_s(loads, speed, trend_s, starts_in_s)
         prefill_s = overhead_s + np.maximum(1, request.tokens - reused * request.block_size) / speed
         # What was sent to it lately says who will come. Not where all are saturated: there only queues count.
         load = np.minimum(1.0, pace)
@@ -188,7 +192,7 @@ class Scene:
         held_back_s = np.maximum(0.0, fetch_s - starts_in_s)
         later_s = _LATER_WEIGHT * self._turns * trend_s + behind_s
         load_s = requests * settings.decode_s
-        nothing = np.zeros(len(loads))
+        nothing = np.zeros(len(speed))
         delay_s = self._delays_s(starts_in_s, wait_s + prefill_s) if self._announced else nothing
         jitter_s = self._jitters_s(speed) if self.loads.unseen_tokens > 0 else nothing
         hot_s = np.where(self._joins(resident), self._hot_with_one_more_s, self._hot_as_it_is_s)
@@ -214,7 +218,7 @@ class Scene:
             copy_s=copy_s.tolist(),
             hot_s=hot_s.tolist(),
             jitter_s=jitter_s.tolist(),
-            bias=np.broadcast_to(bias, len(loads)).tolist(),
+            bias=np.broadcast_to(bias, len(speed)).tolist(),
             g1_blocks=self._g1,
             local_blocks=(reused - np.array(self._g1) - copied).tolist(),
             copied_blocks=copied.tolist(),
@@ -246,13 +250,11 @@ class Scene:
         return ready_s if ready_s and blocks >= self._reused[row] else None
 
     def _wait_s(
-        self, loads: Sequence[Load], speed: Floats, requests: Floats, trend_s: Floats, starts_in_s: float
+        self, loads: Mapping[str, Floats], speed: Floats, trend_s: Floats, starts_in_s: float
     ) -> Floats:
         """The queues at that time: what is queued now and announced drains; the trend stays."""
-        done_s = np.minimum(
-            np.array([load.head_s for load in loads]), np.array([load.head_tokens for load in loads]) / speed
-        )
-        queued_s = np.array([load.prefill_tokens for load in loads]) / speed - done_s
+        done_s = np.minimum(loads["head_s"], loads["head_tokens"] / speed)
+        queued_s = loads["prefill_tokens"] / speed - done_s
         wait_s: Floats = np.maximum(0.0, queued_s - starts_in_s)
         for row, worker in enumerate(self.workers if self._announced else ()):
             left_s, at_s = float(queued_s[row]), 0.0
@@ -265,7 +267,7 @@ class Scene:
             wait_s = np.maximum(wait_s, trend_s)
         wait_s *= np.array([self.costs.wait_factor(worker.rank) for worker in self.workers])
         places = np.array([worker.max_requests or np.inf for worker in self.workers])
-        wait_s += np.maximum(0.0, requests - places + 1) * self.costs.settings.slot_wait_s
+        wait_s += np.maximum(0.0, loads["requests"] - places + 1) * self.costs.settings.slot_wait_s
         return wait_s
 
     def _delays_s(self, starts_in_s: float, busy_s: Floats) -> Floats:
@@ -281,12 +283,11 @@ class Scene:
             dtype=np.float64,
         )
 
-    def _pressure_s(self, loads: Sequence[Load], speed: Floats) -> Floats:
+    def _pressure_s(self, loads: Mapping[str, Floats], speed: Floats) -> Floats:
         size = self.request.block_size
         needed = -(-(self.request.tokens + (self.request.turn.osl or 0)) // size) - np.array(self._g1)
         room = _FULL * np.array([worker.kv_blocks or np.inf for worker in self.workers])
-        used = np.array([load.blocks for load in loads])
-        over: Floats = np.clip(used + needed - room, 0.0, np.maximum(0, needed))
+        over: Floats = np.clip(loads["blocks"] + needed - room, 0.0, np.maximum(0, needed))
         return over * size / speed
 
     def _pool_s(self, resident: npt.NDArray[np.int64], speed: Floats) -> Floats:
@@ -323,6 +324,15 @@ class Scene:
         busy = min(_BUSIEST, rate_per_s * service_s / replicas)
         queue_s = min(service_s * busy / (2 * (1 - busy)), prefill.seconds(self._longest * size))
         return _HOT_HORIZON_S * rate_per_s * queue_s
+
+
+_LOAD_FIELDS = Load.__struct_fields__
+
+
+def _columns(loads: Iterable[Load]) -> dict[str, Floats]:
+    """One array for each field of :class:`Load`."""
+    rows = np.array([msgspec.structs.astuple(load) for load in loads], dtype=np.float64)
+    return dict(zip(_LOAD_FIELDS, rows.T, strict=True))
 
 
 def _bias(request: RequestView, worker: Worker) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,6 +46,15 @@ class Place(msgspec.Struct, frozen=True):
     """Two that name different hosts are not on one, even if they run there."""
 
 
+class Paths(NamedTuple):
+    """Arrays ``[targets, sources]``."""
+
+    links: npt.NDArray[np.int8]
+    """:class:`Link` of each"""
+    open: npt.NDArray[np.bool_]
+    """whether a copy may be planned"""
+
+
 class Topology(msgspec.Struct, frozen=True, dict=True):
     """Places by guard name, and the pairs of which it is known that nothing goes from one to the other."""
 
@@ -56,19 +66,14 @@ class Topology(msgspec.Struct, frozen=True, dict=True):
 
     def link(self, source: str, target: str) -> Link:
         """Distance from one guard to another; an unknown guard is one of whom nothing is known."""
-        return Link(int(self.links([source], [target])[0, 0]))
+        return Link(int(self.paths([source], [target]).links[0, 0]))
 
-    def links(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.int8]:
-        """:class:`Link` from each source to each target, int8 ``[targets, sources]``."""
+    def paths(self, sources: Sequence[str], targets: Sequence[str]) -> Paths:
+        """From each source to each target."""
         here, there = self._at(targets), self._at(sources)
-        links: npt.NDArray[np.int8] = self._all_links[here[:, None], there]
-        return links
-
-    def open(self, sources: Sequence[str], targets: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Whether a copy may be planned from each source to each target: bool ``[targets, sources]``."""
-        here, there = self._at(targets), self._at(sources)
-        may: npt.NDArray[np.bool_] = self._all_open[here[:, None], there]
-        return may
+        return Paths(
+            self._all_links.take(here, 0).take(there, 1), self._all_open.take(here, 0).take(there, 1)
+        )
 
     @cached_property
     def _rows(self) -> dict[str, int]:

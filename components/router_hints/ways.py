@@ -78,7 +78,7 @@ def find_ways(
         (r for r, guard in enumerate(index.guards) if guard in holders), key=index.guards.__getitem__
     )
     sources = tuple(holders[index.guards[row]] for row in rows)
-    names = [source.name for source in sources]
+    names, target_names = [source.name for source in sources], [target.name for target in targets]
     shape = (len(targets), MAX_RUNS)
     ways = Ways(
         np.zeros(shape, np.int32),
@@ -91,13 +91,13 @@ def find_ways(
     if not sources or not targets or not blocks:
         return ways
     held = np.ascontiguousarray(index.held[rows, :blocks])
-    links = topology.links(names, [target.name for target in targets])
+    paths = topology.paths(names, target_names)
     positions = {name: row for row, name in enumerate(names)}
     own = np.array([positions.get(target.name, OWN) for target in targets], dtype=np.int32)
     codes: dict[str, int] = {}
     there = np.array([codes.setdefault(s.layout_digest, len(codes)) for s in sources])
     here = np.array([codes.get(target.layout_digest, -1) for target in targets])
-    usable = (here[:, None] == there) & topology.open(names, [target.name for target in targets])
+    usable = (here[:, None] == there) & paths.open
     has_own = np.flatnonzero(own >= 0)
     usable[has_own, own[has_own]] = False
     walk = walk_in_python if _native is None else _native.walk
@@ -108,7 +108,7 @@ def find_ways(
         np.array(starts, dtype=np.int32),
         np.array([source.block_bytes for source in sources], dtype=np.float64),
         np.array([outgoing_bytes.get(name, 0) for name in names], dtype=np.float64),
-        costs.rates(names, [target.name for target in targets], links),
+        costs.rates(names, target_names, paths.links),
         np.array([t.block_bytes / costs.settings.load_bytes_per_s for t in targets], dtype=np.float64),
         costs.settings.copy_latency_s,
         ways.first,

@@ -26,9 +26,12 @@ from tokenizers import Tokenizer
 from kvcr.dynamo.etcd import connect
 from kvcr.keys import KeySpace, extend_chain
 from kvcr.protocol.events import (
+    DEMOTE,
+    DemotePayload,
     FetchPayload,
     HintNotice,
     Locations,
+    actions_subject,
     event,
     hints_subject,
     locations_subject,
@@ -175,19 +178,27 @@ def test_an_idle_holder_gets_the_request_and_no_hint(scene: Scene) -> None:
     assert scene.seen("w1")["request"].get("kv_hint") is None
 
 
-def test_a_busy_holder_is_copied_from(scene: Scene) -> None:
+def test_a_busy_holder_is_copied_from_and_need_not_keep_its_own(scene: Scene) -> None:
     prompt = prompt_of(PROMPT_BLOCKS, "a busy holder")
+    tokens = tokenize(scene.stack.model, prompt)
     before = scene.stack.indexed("g1")
-    scene.guards["g1"].tell(store=tokenize(scene.stack.model, prompt))
+    scene.guards["g1"].tell(store=tokens)
     until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the inventory is indexed")
     scene.quiet()
     # Its prefill never ends while the client waits: thousands of tokens stay booked on w1.
     hang = {"headers": {"x-dynamo-meta-behaviour": "hang"}, "nvext": _pin(scene.workers["w1"])}
     with Blocked(scene, prompt_of(200, "long"), hang):
         scene.seen("w1")
-        assert scene.ask(prompt)[0] == 200
+        listener = Listener(scene.stack.nats.url, actions_subject("dynamo", "g1"))
+        acts = listener.during(lambda: scene.ask(prompt))
         hint = scene.seen("w0")["request"]["kv_hint"]
         assert hint["actions"][0]["payload"]["sources"][0]["guard"] == "g1"
+    (act,) = acts
+    (action,) = json.loads(act.envelope)["actions"]
+    assert (act.plan_id, action["action_type"]) == (hint["message_id"], DEMOTE)
+    payload = msgspec.convert(action["payload"], DemotePayload)
+    chain = extend_chain(KeySpace("dynamo", MODEL).root(), tokens, BLOCK)
+    assert (payload.keys, payload.descendants) == (b"".join(chain[:PROMPT_BLOCKS]), False)
     scene.workers["w1"].expect("cancelled")
 
 

@@ -90,6 +90,24 @@ def test_a_fork_of_a_busy_worker_is_copied_to_one_with_room() -> None:
     assert not any(run.frees for run in made.sources)
 
 
+def test_a_copy_need_not_stay_at_its_source_but_for_what_others_use_there() -> None:
+    turn = Turn(kind=Kind.TURN, session="s")
+
+    def spare(**more: object) -> list[tuple[str, int, int]]:
+        made = situation(48_500, turn, held={"g1": 48_000}, loads={W1: BUSY}, **more)  # type: ignore[arg-type]
+        assert (made.rank, made.mode) == (W2, Mode.COPY)
+        return [(run.guard, run.first, run.count) for run in made.spare]
+
+    assert spare() == [("g1", 0, 3000)]
+    assert spare(session=SessionView(shared_blocks=1000)) == [("g1", 1000, 2000)]
+    assert spare(session=SessionView(shared_blocks=3000)) == []
+    # What is asked for often is wanted in both places.
+    assert spare(rates_per_s=(20.0,) * 13) == []
+    # Of what the target does not keep, the source's is the only one.
+    once = Turn(kind=Kind.ONE_OFF, session="s")
+    assert situation(48_500, once, held={"g1": 48_000}, loads={W1: BUSY}).spare == ()
+
+
 def test_a_compaction_invalidates_on_every_holder_and_spares_what_is_shared() -> None:
     blocks = 96_000 // BLOCK
     index = IndexView(("g1", "g2", "g3"), np.array([[True] * blocks] * 2 + [[True] * 400 + [False] * 5600]))
