@@ -8,7 +8,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import numpy as np
@@ -181,11 +181,11 @@ class RouterComponent:
             underway=underway,
         )
 
-        async def send(request: dict[str, Any], worker_id: int, context: Context) -> AsyncIterator[Any]:
-            stream: AsyncIterator[Any] = await client.direct(
+        def send(request: dict[str, Any], worker_id: int, context: Context) -> Awaitable[AsyncIterator[Any]]:
+            sent: Awaitable[AsyncIterator[Any]] = client.direct(
                 request, worker_id, annotated=False, context=context
             )
-            return stream
+            return sent
 
         return Dispatcher(
             placement,

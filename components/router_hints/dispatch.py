@@ -76,7 +76,8 @@ class Context(Protocol):
 
 
 Send = Callable[[dict[str, Any], int, Context], Awaitable[AsyncIterator[Any]]]
-"""``send(request, worker_id, context)`` opens the worker's output stream."""
+"""``send(request, worker_id, context)`` begins to send at once; what it returns is awaited for the worker's
+output stream."""
 Publish = Callable[[str, bytes], Coroutine[Any, Any, bool]]
 
 
@@ -166,15 +167,20 @@ class Dispatcher:
         while True:
             placed = await self._place_traced(prompt, tried, visit, context)
             worker_id = placed.plan.rank[0]
+            opening = self._open(_with_plan(request, placed), worker_id, context)
+            # The request is on its way: what is written down of it makes it wait no longer, and is there
+            # before anything else is planned.
             attempt = _Attempt(self._books, placed, context.id(), len(tried), begun)
+            self._placement.count(placed.plan, prompt)
             self._tell(placed, context.id())
             self._books.visits.planned(visit, placed)
             try:
-                stream = await self._send(_with_plan(request, placed), worker_id, context)
-                async for output in stream:
-                    attempt.output()
-                    self._books.visits.output(visit, _tokens(output))
+                async for output in await opening:
+                    arrived_s = time.monotonic()
+                    # To the client first.
                     yield output
+                    attempt.output(arrived_s)
+                    self._books.visits.output(visit, _tokens(output))
             except Exception as error:
                 if context.is_stopped():
                     # The client left; how its stream ended says nothing about the worker.
@@ -207,6 +213,15 @@ class Dispatcher:
                 return
             finally:
                 attempt.close()
+
+    def _open(
+        self, request: dict[str, Any], worker_id: int, context: Context
+    ) -> Awaitable[AsyncIterator[Any]]:
+        """Begin to send it. Whatever goes wrong does so when it is awaited."""
+        try:
+            return self._send(request, worker_id, context)
+        except Exception as error:  # noqa: BLE001 - of whatever kind, it is the dispatch that failed
+            return _failed(error)
 
     def _read(self, request: dict[str, Any], metadata: Mapping[str, str]) -> tuple[dict[str, Any], Prompt]:
         try:
@@ -286,12 +301,11 @@ class _Attempt:
         if not made.no_retain:
             books.underway.begin(made.plan_id, made.rank, placed.keys)
 
-    def output(self) -> None:
-        """The worker gave an output; the first one says how long things took."""
+    def output(self, now: float) -> None:
+        """The worker gave an output at that time; the first one says how long things took."""
         if self.started:
             return
         self.started = True
-        now = time.monotonic()
         books, made = self._books, self._placed.plan
         books.bookings.first_output(self._request_id)
         books.underway.end(made.plan_id)
@@ -327,6 +341,10 @@ class _Attempt:
             books.costs.observe_copy(
                 source, target.name, link, byte_count, seconds - made.chosen.prefill_s - loaded_s
             )
+
+
+async def _failed(error: Exception) -> AsyncIterator[Any]:
+    raise error
 
 
 def _with_plan(request: dict[str, Any], placed: Placed) -> dict[str, Any]:

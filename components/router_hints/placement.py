@@ -137,7 +137,6 @@ class Placement:
             log.info("shadow: plan %s would copy %d blocks to worker %x", made.plan_id, blocks, made.rank[0])
             hint = None
         self._metrics.plan_seconds.observe(time.perf_counter() - begun)
-        self._count(made, prompt)
         return Placed(made, hint, target, inputs, first_space)
 
     def place_ahead(self, plan_id: str, turn: Turn, session: SessionView, chain: Chain | None) -> Placed:
@@ -205,21 +204,18 @@ class Placement:
             # Everybody left is marked down: better to try one of them than to refuse.
             cards = self._workers.ready(alive, float("inf"), excluded)
         return [
-            (self._worker(card, rank, g1_blocks), self._guards.beside(card, rank))
+            self._candidate(card, (card.worker_id, rank), g1_blocks)
             for card in cards
             for rank in range(card.first_rank, card.first_rank + card.ranks)
         ]
 
-    def _worker(self, card: WorkerCard, rank: int, g1_blocks: dict[Rank, int]) -> Worker:
-        guard = self._guards.beside(card, rank)
-        return Worker(
-            rank=(card.worker_id, rank),
-            g1_blocks=g1_blocks.get((card.worker_id, rank), 0),
-            guard=guard.name if guard is not None else "",
-            taints=card.taints,
-            max_requests=card.max_requests,
-            kv_blocks=card.kv_blocks,
-        )
+    def _candidate(
+        self, card: WorkerCard, rank: Rank, g1_blocks: dict[Rank, int]
+    ) -> tuple[Worker, Guard | None]:
+        guard = self._guards.beside(card, rank[1])
+        name = guard.name if guard is not None else ""
+        blocks = g1_blocks.get(rank, 0)
+        return Worker(rank, blocks, name, card.taints, card.max_requests, card.kv_blocks), guard
 
     def _chains(self, prompt: Prompt, blocks: int, known: Chain | None) -> dict[KeySpace, bytes]:
         """The prompt's keys in each key space a guard uses: one, except while models are being replaced."""
@@ -249,7 +245,8 @@ class Placement:
             np.concatenate([view.held for view in views]),
         )
 
-    def _count(self, made: Plan, prompt: Prompt) -> None:
+    def count(self, made: Plan, prompt: Prompt) -> None:
+        """Count a plan of :meth:`place` that is carried out."""
         size = self._workers.block_size
         self._metrics.plans.labels(made.reason.value).inc()
         self._metrics.planned_tokens.labels("g1").inc(made.chosen.g1_blocks * size)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,7 @@ class RequestView:
         return max(0, self.prompt_tokens - 1) // self.block_size
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True):
     """One candidate: an engine replica, and the guard beside it."""
 
     rank: Rank
@@ -185,33 +184,35 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimates:
-    """The cost terms of all candidates, in columns: most are looked at only when somebody asks why.
+    """The cost terms of all candidates. Most are looked at only when somebody asks why.
 
     Candidates are numbered from 0; iterating gives each as an :class:`Estimate`.
     """
 
-    __slots__ = ("_columns", "total_s")
+    __slots__ = ("_rows", "total_s")
 
-    def __init__(self, total_s: list[float], **columns: Sequence[Any]) -> None:
-        """``columns``: one of the length of ``total_s`` for each field of :class:`Estimate`."""
+    def __init__(self, rows: list[tuple[Any, ...]], total_s: list[float]) -> None:
+        """``rows``: of each candidate the fields of :class:`Estimate`, in their order."""
+        self._rows = rows
         self.total_s = total_s
         """of each, as :attr:`Estimate.total_s`"""
-        self._columns = columns
 
-    def column(self, field: str) -> Sequence[Any]:
-        return self._columns[field]
+    def column(self, field: str) -> list[Any]:
+        """One field of all candidates."""
+        at = Estimate.__struct_fields__.index(field)
+        return [row[at] for row in self._rows]
 
     def __len__(self) -> int:
-        return len(self.total_s)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> Estimate:
-        return Estimate(**{field: column[row] for field, column in self._columns.items()})
+        return Estimate(**dict(zip(Estimate.__struct_fields__, self._rows[row], strict=True)))
 
     def __iter__(self) -> Iterator[Estimate]:
         return map(self.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Estimates) and self._columns == other._columns
+        return isinstance(other, Estimates) and self._rows == other._rows
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,7 +94,7 @@ def test_an_idle_holder_runs_the_request_itself() -> None:
 
 def test_blocks_in_engine_memory_count_for_their_worker_only() -> None:
     candidates = workers()
-    candidates[2] = replace(candidates[2], g1_blocks=BLOCKS)
+    candidates[2] = msgspec.structs.replace(candidates[2], g1_blocks=BLOCKS)
     made = decide(candidates=candidates)
     assert (made.rank, made.reason) == ((102, 0), Reason.RESIDENT)
     busy = decide(candidates=candidates, loads=Loads({(102, 0): Load(50_000, 4)}))
@@ -205,7 +206,7 @@ def test_a_worker_without_kvcr_gets_no_hint() -> None:
 
 def test_required_taints_exclude_and_preferred_ones_tip_the_scales() -> None:
     candidates = workers(2)
-    candidates[0] = replace(candidates[0], taints=frozenset({"gold"}))
+    candidates[0] = msgspec.structs.replace(candidates[0], taints=frozenset({"gold"}))
     assert decide(
         view=replace(request(), required_taints=frozenset({"gold"})), candidates=candidates
     ).rank == (100, 0)
@@ -261,7 +262,7 @@ def test_what_is_compared_is_what_is_explained() -> None:
         request(), rates_per_s=(3.0,) * 7, router="r", turn=Turn(session="s"), preferred_taints={"gold": 0.5}
     )
     candidates = workers(8, max_requests=2, kv_blocks=200)
-    candidates[2] = replace(candidates[2], taints=frozenset({"gold"}), g1_blocks=30)
+    candidates[2] = msgspec.structs.replace(candidates[2], taints=frozenset({"gold"}), g1_blocks=30)
     loads = Loads(
         {worker.rank: Load(1000 * n, n, 50 * n, 900.0, 700.0 * n) for n, worker in enumerate(candidates)},
         announced=(Announced((101, 0), 0.5, 4000), Announced((103, 0), 0.1, 300)),
