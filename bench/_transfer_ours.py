@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench._blocks import layout
 from kvcr.api import (
     BlockKey,
     BlockStatus,
@@ -35,7 +36,6 @@ from kvcr.api import (
     WorkerHandle,
 )
 from kvcr.keys import pack_keys
-from kvcr.layout import Layout
 from kvcr.pool import DataRegion, PoolReader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,19 +63,6 @@ _numbers = itertools.count()
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
-
-
-def layout(part_bytes: int) -> Layout:
-    return Layout(
-        model="bench@0+0",
-        dtype="bfloat16",
-        block_size=16,
-        layers=2,
-        kv_heads=2,
-        head_size=16,
-        part_bytes=part_bytes,
-        engine="bench",
-    )
 
 
 def environment() -> dict[str, str]:

@@ -34,6 +34,7 @@ import numpy as np
 import zmq
 
 from bench import _common, peer_venv
+from bench._blocks import layout
 from demo.failover_report import figures as report_figures
 from demo.failover_report import show
 from demo.metrics import scrape
@@ -49,7 +50,6 @@ from kvcr.api import (
     Source,
     extend_chain,
 )
-from kvcr.layout import Layout
 from kvcr.pool import Pool, writers_of
 from kvcr.protocol.peer import Lease, Leased, to_client, to_server
 
@@ -69,19 +69,6 @@ PEER_S = 300.0
 RESTART_BLOCKS = 100_000
 BIG_PART_BYTES = 94 * 2 * 4 * 128 * 2 * 16
 """A block of 16 tokens of Qwen3-235B in bf16: 94 layers, 4 KV heads of 128."""
-
-
-def layout(part_bytes: int) -> Layout:
-    return Layout(
-        model="bench@0+0",
-        dtype="bfloat16",
-        block_size=16,
-        layers=2,
-        kv_heads=2,
-        head_size=16,
-        part_bytes=part_bytes,
-        engine="bench",
-    )
 
 
 def chain(number: int) -> list[BlockKey]:

@@ -75,7 +75,21 @@ class Metric(ABC):
         """Sample lines, without the header."""
 
 
-class Counter(Metric):
+class _Single(Metric):
+    """One number per combination of label values."""
+
+    def value(self, **labels: str) -> float:
+        """As it is now; 0 for labels never seen."""
+        with self._lock:
+            return float(self._values.get(self._key(labels), 0))
+
+    def render(self) -> Iterable[str]:
+        with self._lock:
+            values = sorted(self._values.items())
+        return [f"{self.name}{_braces(self.label_names, key)} {_number(value)}" for key, value in values]
+
+
+class Counter(_Single):
     """A sum that only grows; its name ends in ``_total``."""
 
     kind = "counter"
@@ -94,18 +108,8 @@ class Counter(Metric):
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
 
-    def value(self, **labels: str) -> float:
-        """The sum so far; 0 for labels never seen."""
-        with self._lock:
-            return float(self._values.get(self._key(labels), 0))
 
-    def render(self) -> Iterable[str]:
-        with self._lock:
-            values = sorted(self._values.items())
-        return [f"{self.name}{_braces(self.label_names, key)} {_number(value)}" for key, value in values]
-
-
-class Gauge(Metric):
+class Gauge(_Single):
     """A value that goes up and down."""
 
     kind = "gauge"
@@ -119,16 +123,6 @@ class Gauge(Metric):
         """Forget all values: before setting those of things that come and go."""
         with self._lock:
             self._values.clear()
-
-    def value(self, **labels: str) -> float:
-        """The value last set; 0 for labels never set."""
-        with self._lock:
-            return float(self._values.get(self._key(labels), 0))
-
-    def render(self) -> Iterable[str]:
-        with self._lock:
-            values = sorted(self._values.items())
-        return [f"{self.name}{_braces(self.label_names, key)} {_number(value)}" for key, value in values]
 
 
 class Histogram(Metric):

@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 from deployment import Deployment, deployment
 from engine_client import EngineClient, GuardProcess, chain
 from waiting import eventually
 
 __all__ = ["deployment"]
-
-COMPONENTS = Path(__file__).parents[2] / "components"
 
 
 @pytest.fixture
@@ -29,28 +25,14 @@ def guards(deployment: Deployment) -> Iterator[tuple[GuardProcess, GuardProcess]
 
 @pytest.fixture
 def kvcr(deployment: Deployment, tmp_path: Path) -> Any:
-    environment = {
-        **os.environ,
-        **deployment.environment,
-        "PYTHONPATH": str(COMPONENTS),
-        "DYN_NAMESPACE": deployment.namespace,
-        "KVCR_CACHE": str(tmp_path),
-    }
-
-    def run(*words: str, code: int = 0) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvcr.cli", *words, "--json"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
-        return report
-
-    return run
+    return functools.partial(
+        command.kvcr,
+        {
+            **deployment.environment,
+            "DYN_NAMESPACE": deployment.namespace,
+            "KVCR_CACHE": str(tmp_path),
+        },
+    )
 
 
 async def _held(kvcr: Any, key: str) -> dict[str, bool]:

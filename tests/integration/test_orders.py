@@ -6,16 +6,13 @@ And ``kvcr top --hot`` and ``kvcr explain``: what it knows of its requests.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import command
 import pytest
-from router_stack import BLOCK, ROOT, Stack, Worker, until
+from router_stack import BLOCK, Stack, Worker, until
 from tiny_tokenizer import write_model
 from tokenizers import Tokenizer
 
@@ -49,18 +46,7 @@ class Scene:
         return prompt
 
     def kvcr(self, *words: str, code: int = 0) -> dict[str, Any]:
-        environment = {**os.environ, **self.stack.environment, "PYTHONPATH": str(ROOT / "components")}
-        done = subprocess.run(
-            [sys.executable, "-m", "kvcr.cli", *words, "--json"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        found: dict[str, Any] = json.loads(done.stdout) if done.stdout else {"error": done.stderr}
-        return found
+        return command.kvcr(self.stack.environment, *words, code=code)
 
     def asked(self, worker: Worker, **options: Any) -> dict[str, Any]:
         """Ask for a held prompt, pinned to a worker; the request as that worker got it."""
