@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcr.dynamo.environment import silence_runtime
+from kvcr.dynamo.environment import PATIENCE, silence_runtime
 from router_hints.explain import replay, tell
 
 _WAIT_S = 10.0
@@ -43,15 +43,19 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
         entries = _from_log(options.log, options.request, options.last)
     else:
         silence_runtime()
+        os.environ.update({**PATIENCE, **os.environ})
         try:
             entries = asyncio.run(_from_routers(options, environment))
         except Exception as error:  # noqa: BLE001, the runtime raises plain ones
             where = "ETCD_ENDPOINTS and DYN_NAMESPACE say where it is; kvcr explain finds it"
-            print(f"no router was reached: {error or type(error).__name__}; {where}", file=sys.stderr)
+            print(
+                f"kvcr explain: no router was reached: {error or type(error).__name__}; {where}",
+                file=sys.stderr,
+            )
             return 1
     if not entries:
         fix = "; routers keep the newest only, --last 20 lists them" if options.request else " yet"
-        print(f"no plan of {options.request or 'any request'} is kept{fix}", file=sys.stderr)
+        print(f"kvcr explain: no plan of {options.request or 'any request'} is kept{fix}", file=sys.stderr)
         return 2
     code = 0
     for entry in entries:
@@ -60,7 +64,7 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
             try:
                 same, different = replay(entry)
             except ValueError as error:
-                print(f"  replay: {error}", file=sys.stderr)
+                print(f"kvcr explain: {error}", file=sys.stderr)
                 code = 1
                 continue
             print("  replay: equal" if same else "  replay: DIFFERENT\n    " + "\n    ".join(different))
@@ -88,20 +92,33 @@ async def _from_routers(options: argparse.Namespace, environment: Mapping[str, s
         # Nothing is published here, so NATS need not be there.
         event_plane="zmq",
     )
-    found: list[dict[str, Any]] = []
     try:
         endpoint = runtime.endpoint(f"{options.namespace}.{options.component}.explain")
         client = await endpoint.client()
-        async with asyncio.timeout(_WAIT_S):
+        # One deadline for all of it: a router that hangs must not hang who asks.
+        deadline_s = asyncio.get_running_loop().time() + _WAIT_S
+        async with asyncio.timeout_at(deadline_s):
             await client.wait_for_instances()
         queries: list[dict[str, Any]] = [{"last": options.last}]
         if options.request:
             queries = [{"request_id": options.request}, {"plan_id": options.request}]
-        for instance in client.instance_ids():
-            for query in queries:
-                asked = await client.direct(query | {"inputs": True}, instance, annotated=False)
-                async for plans in asked:
-                    found.extend(plans)
+
+        async def ask(instance: int) -> list[dict[str, Any]]:
+            plans: list[dict[str, Any]] = []
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    for query in queries:
+                        asked = await client.direct(query | {"inputs": True}, instance, annotated=False)
+                        plans += [plan async for found in asked for plan in found]
+            except Exception as error:  # noqa: BLE001, the runtime raises plain ones; they are told
+                why = str(error) or f"within {_WAIT_S:g} s"
+                print(
+                    f"kvcr explain: {options.component}-{instance:x} did not answer: {why}", file=sys.stderr
+                )
+            return plans
+
+        answers = await asyncio.gather(*(ask(instance) for instance in client.instance_ids()))
+        found = [plan for plans in answers for plan in plans]
     finally:
         runtime.shutdown()
     return found if options.request else sorted(found, key=lambda e: float(e["planned_s"]))[-options.last :]

@@ -193,11 +193,29 @@ def test_no_deployment_is_an_error_that_says_what_to_give(cli: Cli) -> None:
     assert "--etcd" in done.stderr
 
 
-def test_an_etcd_that_is_away_is_named(cli: Cli) -> None:
-    done = cli("status", ETCD_ENDPOINTS="http://127.0.0.1:9")
+@pytest.mark.parametrize("words", [("status",), ("mode", "off")], ids=" ".join)
+def test_an_etcd_that_is_away_is_named(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli(*words, ETCD_ENDPOINTS="http://127.0.0.1:9")
     assert done.returncode == 1
-    assert "127.0.0.1:9" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "etcd at http://127.0.0.1:9 does not answer" in done.stderr
+
+
+def test_explain_does_not_wait_long_for_an_etcd_that_is_away(cli: Cli) -> None:
+    done = cli("explain", ETCD_ENDPOINTS="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "kvcr explain: no router was reached" in done.stderr
+
+
+async def test_a_nats_that_is_away_is_named(
+    cli: Cli, deployment: Deployment, guards: tuple[GuardProcess, GuardProcess]
+) -> None:
+    await deployment.registered("g0")
+    root, keys = chain(1, "pin")
+    with EngineClient(guards[0], "engine") as engine:
+        engine.deposit(keys, root)
+        done = cli("pin", keys[0].hex(), NATS_SERVER="nats://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "kvcr pin: actions go over NATS: nats://127.0.0.1:9" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import uuid
 from collections.abc import Sequence
 
 import msgspec
-import nats
 import nats.errors
 
 from kvcr.dynamo.actions import ensure_stream
-from kvcr.dynamo.nats_options import nats_options
+from kvcr.dynamo.nats_options import connect_briefly
 from kvcr.errors import KvcrError, ProtocolError
 from kvcr.protocol.events import (
     ACTION_VERSION,
@@ -46,11 +45,10 @@ async def act(
     None for a guard that did not answer in time: it still acts when it comes back within ``timeout_s``, and
     not later. Raises NatsAway.
     """
-    options = {**nats_options(), "servers": nats_url.split(",")}
     try:
-        client = await nats.connect(**options, connect_timeout=3, allow_reconnect=False)
-    except (OSError, TimeoutError, nats.errors.Error) as error:
-        raise NatsAway(f"NATS at {nats_url} does not answer: {error}") from error
+        client = await connect_briefly(nats_url, "kvcr", [])
+    except KvcrError as error:
+        raise NatsAway(f"actions go over NATS: {error}") from error
     try:
         results = await client.subscribe(results_subject(namespace))
         await ensure_stream(client.jetstream(), namespace)

@@ -30,13 +30,6 @@ log = logging.getLogger(__name__)
 COMPONENT = "kvcr"
 ENDPOINTS = ("status", "inspect", "control")
 
-PATIENCE = {
-    # The constructor of the runtime holds the interpreter lock while it tries to connect (dynamo 1.6.1,
-    # measured): every thread of the guard would wait, by default for up to 120 s.
-    "ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
-    "NATS_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
-}
-
 EVENT_PLANE = "zmq"
 """Dynamo's own event plane, on which this component says nothing: its events go to NATS by themselves.
 With "nats" the runtime could not even be made while NATS is away."""
@@ -48,7 +41,7 @@ Answer = dict[str, Any]
 def prepare_environment() -> None:
     """Set what the runtime reads by itself; call it before the first :class:`KvcrComponent`."""
     environment.prepare_environment()
-    for name, value in PATIENCE.items():
+    for name, value in environment.PATIENCE.items():
         os.environ.setdefault(name, value)
 
 

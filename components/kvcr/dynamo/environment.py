@@ -21,6 +21,13 @@ DEFAULTS = {
     "DYN_SYSTEM_HOST": LOOPBACK,
 }
 
+PATIENCE = {
+    # The constructor of the runtime holds the interpreter lock while it tries to connect (dynamo 1.6.1,
+    # measured): every thread of the process would wait, by default for up to 120 s.
+    "ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
+    "NATS_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
+}
+
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the defaults; call it before the first runtime of the process is made.

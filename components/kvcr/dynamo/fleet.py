@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,10 +153,15 @@ class Fleet:
 
     async def _list(self, prefix: str) -> Listing:
         assert self._etcd is not None
-        try:
+        with self._naming_etcd():
             return await self._etcd.get_prefix(prefix)
+
+    @contextlib.contextmanager
+    def _naming_etcd(self) -> Iterator[None]:
+        """Which one does not answer: the command line may have found it in the environment or a graph."""
+        try:
+            yield
         except EtcdUnavailable as error:
-            # Which one: the command line may have found it in the environment or a graph.
             why = str(error).removeprefix("etcd does not answer ")
             raise EtcdUnavailable(f"etcd at {self.deployment.etcd} does not answer {why}") from error
 
@@ -209,16 +215,18 @@ class Fleet:
     async def order_mode(self, mode: str) -> None:
         """Tell the routers; they follow etcd. Raises EtcdUnavailable."""
         assert self._etcd is not None
-        await self._etcd.put(mode_key(self.deployment.namespace), mode.encode())
+        with self._naming_etcd():
+            await self._etcd.put(mode_key(self.deployment.namespace), mode.encode())
 
     async def order_drain(self, worker_id: int, draining: bool) -> None:
         """No new requests for this Dynamo instance, or requests again. Raises EtcdUnavailable."""
         assert self._etcd is not None
         key = drain_key(self.deployment.namespace, worker_id)
-        if draining:
-            await self._etcd.put(key, b"{}")
-        else:
-            await self._etcd.delete(key)
+        with self._naming_etcd():
+            if draining:
+                await self._etcd.put(key, b"{}")
+            else:
+                await self._etcd.delete(key)
 
     async def _client(self, endpoint: str, component: str = COMPONENT) -> Any:
         path = f"{self.deployment.namespace}.{component}.{endpoint}"

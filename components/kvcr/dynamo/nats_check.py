@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-import nats
+import nats.errors
 import nats.js.errors
 
-from kvcr.dynamo.nats_options import nats_options
+from kvcr.dynamo.nats_options import CONNECT_S, connect_briefly
+from kvcr.errors import KvcrError
 from kvcr.protocol.events import (
     inventory_subject,
     locations_subject,
@@ -18,7 +19,6 @@ from kvcr.protocol.events import (
     stream_name,
 )
 
-CONNECT_S = 3.0
 SETTLE_S = 0.3
 """NATS tells of a subscription that it refuses a moment later."""
 
@@ -33,27 +33,10 @@ async def check_nats(server: str, namespace: str) -> Finding:
     """Reachable, what these credentials may hear, JetStream, and what waits in its streams."""
     errors: list[str] = []
 
-    async def trouble(error: Exception) -> None:
-        errors.append(str(error))
-
-    options = {**nats_options(), "servers": server.split(",")}
     try:
-        # The library would try for two minutes.
-        async with asyncio.timeout(CONNECT_S):
-            client = await nats.connect(
-                **options,
-                name="kvcr doctor",
-                allow_reconnect=False,
-                connect_timeout=CONNECT_S,
-                error_cb=trouble,
-            )
-    except (nats.errors.Error, OSError, TimeoutError) as error:
-        why = "; ".join(dict.fromkeys([*errors, f"{type(error).__name__} {error}".strip()]))
-        return Finding(
-            "fail",
-            f"{server}: {why}; start it, name it with --nats, or give its user in NATS_AUTH_USERNAME and "
-            "NATS_AUTH_PASSWORD. Without it routers learn nothing new of pools",
-        )
+        client = await connect_briefly(server, "kvcr doctor", errors)
+    except KvcrError as error:
+        return Finding("fail", f"{error}. Without it routers learn nothing new of pools")
     try:
         subjects = (
             inventory_subject(namespace, ">"),

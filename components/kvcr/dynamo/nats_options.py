@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcr.errors import ConfigError
+import nats
+import nats.errors
+from nats.aio.client import Client
+
+from kvcr.errors import ConfigError, KvcrError
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
+CONNECT_S = 3
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
 
@@ -37,6 +43,34 @@ def nats_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if context is not None:
         options["tls"] = context
     return options
+
+
+async def connect_briefly(server: str, name: str, errors: list[str]) -> Client:
+    """A connection for a command: it is there within seconds, and does not come back.
+
+    ``errors`` gets what goes wrong on it. Raises KvcrError.
+    """
+
+    async def trouble(error: Exception) -> None:
+        # Or the library logs a traceback for each attempt.
+        errors.append(str(error) or type(error).__name__)
+
+    try:
+        # The library would try for two minutes.
+        async with asyncio.timeout(CONNECT_S):
+            return await nats.connect(
+                **{**nats_options(), "servers": server.split(",")},
+                name=name,
+                allow_reconnect=False,
+                connect_timeout=CONNECT_S,
+                error_cb=trouble,
+            )
+    except (nats.errors.Error, OSError, TimeoutError) as error:
+        why = "; ".join(dict.fromkeys([*errors, f"{type(error).__name__} {error}".strip()]))
+        raise KvcrError(
+            f"{server}: {why}; start it, name it with --nats, or give its user in NATS_AUTH_USERNAME and "
+            "NATS_AUTH_PASSWORD"
+        ) from error
 
 
 def _tls(environment: Mapping[str, str]) -> ssl.SSLContext | None:
