@@ -28,6 +28,11 @@ cleanup() {
     find /sys/fs/cgroup -depth -type d -path "*$KVCR_COMPOSE_CGROUP*" -exec rmdir {} \; 2>/dev/null || true
 }
 trap cleanup EXIT
+# Beside other work, all containers together would get as much of the processors as one process.
+if [ -e /sys/fs/cgroup/cpu/cpu.shares ]; then
+    mkdir "/sys/fs/cgroup/cpu$KVCR_COMPOSE_CGROUP"
+    echo 8192 >"/sys/fs/cgroup/cpu$KVCR_COMPOSE_CGROUP/cpu.shares"
+fi
 code=0
 timeout --signal=KILL "$limit_s" \
     "${isolated[@]}" .venv/bin/python -m pytest tests/compose --basetemp="$work/run" "$@" || code=$?
