@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2
 """Per pull: one is hashed while the next is copied."""
 
+_OK = int(BlockStatus.OK)
+_UNREACHABLE = (BlockStatus.GONE, BlockStatus.TOO_SLOW)
+
 
 class Host(Protocol):
     """What steps need of the guard."""
@@ -127,24 +130,26 @@ class Moving:
         step, pool = result.step, active.pool
         active.steps -= 1
         link = active.links[step.source]
-        good = result.statuses == BlockStatus.OK
         statuses = result.statuses
+        good = statuses == _OK
         current = pool is self._host.pool
         if active.dead:
             good &= ~np.isin(step.indices, list(active.dead))
-        if good.any() and current:
+        good_count = np.count_nonzero(good)
+        if good_count and current:
             refused = self._accept(active, step, good, result.checksums, transport)
-            statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
-            self._accounts.measured(active, link, transport, int(good.sum()), result.seconds)
+            if np.count_nonzero(refused):
+                statuses[np.flatnonzero(good)[refused]] = BlockStatus.FAILED
+            self._accounts.measured(active, link, transport, good_count, result.seconds)
         if active.handover is not None:
-            self._transit.used -= int((~good).sum()) if current else len(step)
+            self._transit.used -= len(step) - good_count if current else len(step)
         if not current:
             log.debug("a step for a pool that was replaced ended")
         elif result.slots_in_flight:
             # Not free and not ours: out of use, and seen to be, until the transport says that it is quiet.
             pool.quarantine(step.local_slots, step.local_generations)
             self._meters.quarantined_slots.inc(len(step))
-        elif not good.all():
+        elif good_count < len(step):
             pool.give_back(step.local_slots[~good], step.local_generations[~good])
         self._accounts.corrupt(active, step, result.corrupt)
         if result.reason:
@@ -157,10 +162,9 @@ class Moving:
             )
             active.pull.reasons[step.source] = f"{link.label}: {result.reason}"
         active.pull.moved(step.indices, statuses, started_s)
-        arrived = int((statuses == BlockStatus.OK).sum())
+        arrived = np.count_nonzero(statuses == _OK)
         active.moved_at(step.source, transport, started_s, arrived, len(step) - arrived)
-        unreachable = (statuses == BlockStatus.GONE) | (statuses == BlockStatus.TOO_SLOW)
-        if transport == "nixl" and unreachable.all():
+        if transport == "nixl" and not arrived and np.isin(statuses, _UNREACHABLE).all():
             # Whatever is wrong with the peer is wrong for its other blocks too.
             status = BlockStatus(int(statuses[0]))
             active.pull.source_failed(step.source, status, result.reason)

@@ -35,6 +35,12 @@ class Phase(enum.IntEnum):
     FINAL = 5
 
 
+# A pull of one block looks at these more than a hundred times, and each look into an enum takes half a
+# microsecond; so does what numpy makes of its members.
+_WANTED, _ASKED, _LEASED, _MOVING, _JOINED, _FINAL = map(int, Phase)
+_OK = int(BlockStatus.OK)
+
+
 class Span(NamedTuple):
     """What a source is said to hold: block positions of the chain."""
 
@@ -91,7 +97,8 @@ class Pull:
         self.give_up_s = give_up_s
         self.promised = -1
         """``available`` of the last FetchLease sent, -1 before the first; kept here for the shell."""
-        self.phase = np.full(count, Phase.WANTED, np.uint8)
+        self.phase = np.zeros(count, np.uint8)
+        """Of each block; changed by :meth:`_enter` alone."""
         self.source = np.full(count, -1, np.int16)
         self.remote_slots = np.full(count, -1, np.int32)
         self.remote_generations = np.zeros(count, np.uint64)
@@ -109,6 +116,9 @@ class Pull:
         ).reshape(len(spans), count)
         self._moved = 0
         self._first_move_s: float | None = None
+        self._in_phase: list[int] | None = None
+        """How many blocks are in each phase; None after a change, until somebody asks."""
+        self._available: int | None = None
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -119,34 +129,41 @@ class Pull:
 
     @property
     def done(self) -> bool:
-        return bool((self.phase == Phase.FINAL).all())
+        return self._count(_FINAL) == self.count
 
     @property
     def wanted(self) -> bool:
         """Some blocks wait for :meth:`ask`."""
-        return bool((self.phase == Phase.WANTED).any())
+        return self._count(_WANTED) > 0
 
     @property
     def moving(self) -> int:
-        return int((self.phase == Phase.MOVING).sum())
+        return self._count(_MOVING)
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that wait for :meth:`next_move`."""
+        return self._count(_LEASED)
 
     @property
     def ready_to_answer(self) -> bool:
         """Nothing is left to ask, for now."""
-        return not bool((self.phase <= Phase.ASKED).any())
+        return self._count(_WANTED) + self._count(_ASKED) == 0
 
     def available(self) -> int:
         """Blocks from the first on, contiguous, that are here, leased, or on their way."""
-        good = (self.phase >= Phase.LEASED) & (self.phase <= Phase.JOINED)
-        good |= self._statuses == BlockStatus.OK
-        return int(self.count if good.all() else np.argmin(good))
+        if self._available is None:
+            good = (self.phase >= _LEASED) & (self.phase <= _JOINED)
+            good |= self._statuses == _OK
+            self._available = self.count if np.count_nonzero(good) == self.count else int(good.argmin())
+        return self._available
 
     def reason(self) -> str:
         """Why :meth:`available` is less than all; empty when it is not."""
         available = self.available()
         if available == self.count:
             return ""
-        if self.phase[available] in (Phase.WANTED, Phase.ASKED):
+        if self.phase[available] in (_WANTED, _ASKED):
             why = "its source has not answered yet"
         else:
             why = BlockStatus(int(self._statuses[available])).name.lower()
@@ -164,7 +181,7 @@ class Pull:
         ``rates``: blocks per second that each source is known for, used until this pull has a rate of its
         own. Sources are read one after the other; one nothing is known of is taken to be infinitely fast.
         """
-        coming = np.flatnonzero((self.phase == Phase.LEASED) | (self.phase == Phase.MOVING))
+        coming = np.flatnonzero((self.phase == _LEASED) | (self.phase == _MOVING))
         left = len(coming)
         if self._first_move_s is not None and self._moved and now_s > self._first_move_s:
             own = self._moved / (now_s - self._first_move_s)
@@ -187,33 +204,37 @@ class Pull:
 
     def join(self, indices: Sequence[int]) -> None:
         """Another pull is getting these."""
-        self.phase[list(indices)] = Phase.JOINED
+        if indices:
+            self._enter(np.array(indices), _JOINED)
 
     def leave(self, index: int, status: BlockStatus) -> None:
         """The pull that was getting this block is through with it."""
-        if self.phase[index] != Phase.JOINED:
+        if self.phase[index] != _JOINED:
             return
         if status is BlockStatus.OK:
             self._finish(np.array([index]), status)
         else:
-            self.phase[index] = Phase.WANTED
+            self._enter(np.array([index]), _WANTED)
 
     def ask(self) -> list[Ask]:
         """Give every wanted block its next source; those that have none left become final."""
-        wanted = np.flatnonzero(self.phase == Phase.WANTED)
-        if not len(wanted):
+        if not self.wanted:
             return []
+        wanted = (self.phase == _WANTED).nonzero()[0]
         open_ = self._untried[:, wanted]
         has = open_.any(axis=0) if len(open_) else np.zeros(len(wanted), bool)
-        self._settle(wanted[~has])
+        if np.count_nonzero(has) < len(wanted):
+            self._settle(wanted[~has])
         asking = wanted[has]
         if not len(asking):
             return []
         sources = open_[:, has].argmax(axis=0)
-        self.phase[asking] = Phase.ASKED
+        self._enter(asking, _ASKED)
         self.source[asking] = sources
         self._untried[sources, asking] = False
-        return [Ask(int(source), asking[sources == source]) for source in np.unique(sources)]
+        return [
+            Ask(source, asking[sources == source]) for source in np.bincount(sources).nonzero()[0].tolist()
+        ]
 
     def leased(
         self,
@@ -230,52 +251,57 @@ class Pull:
         ``checksums`` is [blocks, ranks]. ``usable_until_s``: when the lease is too near its end to begin a
         read. ``gone``: what the source had, and has no more.
         """
-        current = (self.phase[indices] == Phase.ASKED) & (self.source[indices] == source)
+        current = (self.phase[indices] == _ASKED) & (self.source[indices] == source)
         if gone is not None:
             self._fallback[indices[current & gone]] = BlockStatus.GONE
         has = current & (slots >= 0)
         found = indices[has]
-        self.phase[found] = Phase.LEASED
+        self._enter(found, _LEASED)
         self.remote_slots[found] = slots[has]
         self.remote_generations[found] = generations[has]
         self.checksums[found] = checksums[has]
         self.usable_until_s[found] = usable_until_s
-        self.phase[indices[current & (slots < 0)]] = Phase.WANTED
+        if len(found) < len(indices):
+            self._enter(indices[current & (slots < 0)], _WANTED)
 
     def source_failed(self, source: int, status: BlockStatus, reason: str) -> None:
         """Give up on a source: what it owes is wanted again. Its steps under way still end by themselves."""
         self.reasons[source] = reason
         self._untried[source] = False
-        open_ = (self.phase == Phase.ASKED) | (self.phase == Phase.LEASED)
+        open_ = (self.phase == _ASKED) | (self.phase == _LEASED)
         owed = np.flatnonzero((self.source == source) & open_)
         self._retry(owed, status)
 
     def expire(self, now_s: float) -> bool:
         """Leases over by now: their blocks are wanted again, of the same source. True if there were any."""
-        late = np.flatnonzero((self.phase == Phase.LEASED) & (self.usable_until_s <= now_s))
-        self._untried[self.source[late], late] = True
-        self.phase[late] = Phase.WANTED
+        if not self.leased_blocks:
+            return False
+        late = ((self.phase == _LEASED) & (self.usable_until_s <= now_s)).nonzero()[0]
+        if len(late):
+            self._untried[self.source[late], late] = True
+            self._enter(late, _WANTED)
         return bool(len(late))
 
     def next_move(self, most: int) -> Move | None:
         """The next blocks to copy, in prefix order, ``most`` at once, all from one source."""
-        leased = np.flatnonzero(self.phase == Phase.LEASED)
-        if not len(leased) or most < 1:
+        if not self.leased_blocks or most < 1:
             return None
+        leased = (self.phase == _LEASED).nonzero()[0]
         source = int(self.source[leased[0]])
         indices = leased[self.source[leased] == source][:most]
-        self.phase[indices] = Phase.MOVING
+        self._enter(indices, _MOVING)
         return Move(source, indices)
 
     def moved(self, indices: Indices, statuses: npt.NDArray[np.uint8], started_s: float) -> None:
         """A step ended. ``started_s``: when it began."""
         if self._first_move_s is None or started_s < self._first_move_s:
             self._first_move_s = started_s
-        moving = self.phase[indices] == Phase.MOVING
-        arrived = moving & (statuses == BlockStatus.OK)
-        self._moved += int(arrived.sum())
+        moving = self.phase[indices] == _MOVING
+        arrived = moving & (statuses == _OK)
+        good = np.count_nonzero(arrived)
+        self._moved += good
         self._finish(indices[arrived], BlockStatus.OK)
-        if not arrived.all():
+        if good < len(indices):
             for status in np.unique(statuses[moving & ~arrived]):
                 self._retry(indices[moving & (statuses == status)], BlockStatus(int(status)))
 
@@ -290,9 +316,9 @@ class Pull:
 
     def stop(self, status: BlockStatus, *, moving_too: bool) -> None:
         """End every block that is not final; without ``moving_too`` the steps under way may bring theirs."""
-        open_ = self.phase != Phase.FINAL
+        open_ = self.phase != _FINAL
         if not moving_too:
-            open_ &= self.phase != Phase.MOVING
+            open_ &= self.phase != _MOVING
             self._untried[:] = False
         self._finish(np.flatnonzero(open_), status)
 
@@ -300,21 +326,25 @@ class Pull:
 
     def unmove(self, indices: Indices) -> None:
         """A :meth:`next_move` that could not begin: its blocks are leased as before."""
-        self.phase[indices] = Phase.LEASED
+        self._enter(indices, _LEASED)
 
-    @property
-    def leased_blocks(self) -> int:
-        """Blocks that wait for :meth:`next_move`."""
-        return int((self.phase == Phase.LEASED).sum())
+    def _count(self, phase: int) -> int:
+        if self._in_phase is None:
+            self._in_phase = np.bincount(self.phase, minlength=len(Phase)).tolist()
+        return self._in_phase[phase]
+
+    def _enter(self, indices: Indices, phase: int) -> None:
+        self.phase[indices] = phase
+        self._in_phase = self._available = None
 
     def _retry(self, indices: Indices, status: BlockStatus) -> None:
-        self.phase[indices] = Phase.WANTED
         self._fallback[indices] = status
+        self._enter(indices, _WANTED)
 
     def _settle(self, indices: Indices) -> None:
-        self.phase[indices] = Phase.FINAL
         self._statuses[indices] = self._fallback[indices]
+        self._enter(indices, _FINAL)
 
     def _finish(self, indices: Indices, status: BlockStatus) -> None:
-        self.phase[indices] = Phase.FINAL
         self._statuses[indices] = status
+        self._enter(indices, _FINAL)

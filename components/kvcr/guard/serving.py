@@ -239,7 +239,6 @@ class PeerServer:
             caller.leases.discard(request.renew)
         if has.any():
             pool.lease(slots[has], generations[has])
-            pool.touch(slots[has], time.monotonic())
             checksums[has] = pool.checksums(slots[has])
             hashes[has] = pool.record(slots[has]).engine_hashes
             lease_id = self._grant(slots[has], generations[has], lease_ms, request)
@@ -263,6 +262,10 @@ class PeerServer:
                 engine_hashes=hashes.astype("<u8").tobytes(),
             )
         )
+        # The reader waits for none of this.
+        if lease_id:
+            self._help(lease_id, lease_ms, request)
+            pool.touch(slots[has], time.monotonic())
 
     def _lease_canary(self, request: Lease, caller: Caller, reply: Reply) -> None:
         """It needs no lease to stay; the empty one keeps our NIXL agent progressing while it is read."""
@@ -284,6 +287,7 @@ class PeerServer:
                 lease_ms=lease_ms,
             )
         )
+        self._help(lease_id, lease_ms, request)
 
     def _grant(
         self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64], lease_ms: int, request: Lease
@@ -291,12 +295,14 @@ class PeerServer:
         self._last_lease += 1
         lease_id = self._last_lease
         timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id, "expired"))
-        nixl = request.transport == "nixl"
-        self._leases[lease_id] = _Lease(slots, generations, timer, nixl)
-        if nixl:
+        self._leases[lease_id] = _Lease(slots, generations, timer, nixl=request.transport == "nixl")
+        return lease_id
+
+    def _help(self, lease_id: int, lease_ms: int, request: Lease) -> None:
+        """Keep our NIXL agent progressing for a reader that may need it to."""
+        if request.transport == "nixl":
             until_s = time.monotonic() + lease_ms / 1000
             self._host.nixl().hold(lease_id, until_s, quick=not request.by_itself)
-        return lease_id
 
     def _trace(self, lease_id: int, request: Lease, blocks: int) -> None:
         """Our part in the trace of somebody else's request: from the lease until it is given back."""

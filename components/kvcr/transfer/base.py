@@ -124,10 +124,10 @@ def verified(step: Step, found: npt.NDArray[np.uint64], started_s: float, now_s:
     """Compare what arrived in the step's local slots, [blocks, ranks], with what the source leased."""
     corrupt = (found != step.checksums).any(axis=1)
     statuses = np.full(len(step), BlockStatus.OK, np.uint8)
-    statuses[corrupt] = BlockStatus.FAILED
-    reason = (
-        f"{int(corrupt.sum())} blocks do not have the checksum their source recorded" if corrupt.any() else ""
-    )
+    reason = ""
+    if count := np.count_nonzero(corrupt):
+        statuses[corrupt] = BlockStatus.FAILED
+        reason = f"{count} blocks do not have the checksum their source recorded"
     return StepResult(step, statuses, found, now_s - started_s, reason, corrupt)
 
 
