@@ -361,6 +361,7 @@ def test_while_too_much_is_in_quarantine_tcp_peers_are_refused_in_words_and_used
     process = SimpleNamespace(overloaded=True)
     tcp = NixlTransport.__new__(NixlTransport)
     tcp.own_agent, tcp._process, tcp.read = True, process, world.link.read  # type: ignore[assignment, method-assign]
+    tcp.synchronous = False
     world.link.transport = tcp  # type: ignore[assignment]
     world.start("refused", 0, 4)
     assert world.final("refused") == [GONE] * 4

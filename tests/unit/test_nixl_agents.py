@@ -247,6 +247,7 @@ def test_a_read_is_cut_into_chunks_that_several_threads_copy_and_hash(
 ) -> None:
     monkeypatch.setattr(nixl_reader, "READERS", 2)
     monkeypatch.setattr(nixl_reader, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(nixl_reader, "LARGE_CHUNK_BYTES", 1)
     nixl.copies = True
     guard = Guard()
     try:
@@ -279,6 +280,26 @@ def test_the_first_read_is_repeated_to_see_whether_it_is_over_when_it_is_posted(
     second = guard.receive()
     assert isinstance(second, Landed)
     assert (second.synchronous, nixl.posted) == (True, 3)
+
+
+def test_a_small_read_on_this_host_has_a_chunk_for_each_thread_and_one_over_tcp_small_ones(
+    nixl: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_reader, "READERS", 2)
+    monkeypatch.setattr(nixl_reader, "CHUNK_BYTES", 1)
+    nixl.copies = True
+    guard = Guard()
+    try:
+        for peer_id, own_agent, chunks in ((1, False, 2), (2, True, 7)):
+            guard.meet(peer(peer_id, own_agent=own_agent))
+            # The first of an agent is repeated, as it connects.
+            for number in range(3):
+                posted = nixl.posted
+                guard.send(read(10 * peer_id + number, peer_id, slots=(3, 1, 4, 15, 9, 2, 6)))
+                assert isinstance(guard.receive(), Landed)
+            assert nixl.posted - posted == chunks
+    finally:
+        guard.close()
 
 
 def test_chunks_that_wait_behind_a_peer_that_stalls_are_lost_with_it(

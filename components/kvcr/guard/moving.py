@@ -76,12 +76,17 @@ class Moving:
         pull = active.pull
         while active.steps < STEPS_IN_FLIGHT:
             now_s = time.monotonic()
-            move = pull.next_move(active.context.local.blocks_per_step)
+            source = pull.next_source()
+            if source is None:
+                return
+            link = active.links[source]
+            transport = link.transport
+            local, most, overloaded = active.context.local, 0, False
+            if isinstance(transport, NixlTransport):
+                most, overloaded = local.blocks_of(transport.step_bytes), transport.overloaded
+            move = pull.next_move(most or local.blocks_per_step)
             if move is None:
                 return
-            link = active.links[move.source]
-            transport = link.transport
-            overloaded = isinstance(transport, NixlTransport) and transport.overloaded
             if transport is None or overloaded:
                 gone = np.full(len(move.indices), BlockStatus.GONE, np.uint8)
                 pull.moved(move.indices, gone, now_s)
@@ -135,7 +140,7 @@ class Moving:
         current = pool is self._host.pool
         if active.dead:
             good &= ~np.isin(step.indices, list(active.dead))
-        good_count = np.count_nonzero(good)
+        good_count = int(np.count_nonzero(good))
         if good_count and current:
             refused = self._accept(active, step, good, result.checksums, transport)
             if np.count_nonzero(refused):
@@ -162,7 +167,7 @@ class Moving:
             )
             active.pull.reasons[step.source] = f"{link.label}: {result.reason}"
         active.pull.moved(step.indices, statuses, started_s)
-        arrived = np.count_nonzero(statuses == _OK)
+        arrived = int(np.count_nonzero(statuses == _OK))
         active.moved_at(step.source, transport, started_s, arrived, len(step) - arrived)
         if transport == "nixl" and not arrived and np.isin(statuses, _UNREACHABLE).all():
             # Whatever is wrong with the peer is wrong for its other blocks too.

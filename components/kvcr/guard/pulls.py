@@ -282,6 +282,12 @@ class Pull:
             self._enter(late, _WANTED)
         return bool(len(late))
 
+    def next_source(self) -> int | None:
+        """From which source :meth:`next_move` would copy; None where nothing is leased."""
+        if not self.leased_blocks:
+            return None
+        return int(self.source[(self.phase == _LEASED).argmax()])
+
     def next_move(self, most: int) -> Move | None:
         """The next blocks to copy, in prefix order, ``most`` at once, all from one source."""
         if not self.leased_blocks or most < 1:
@@ -298,7 +304,7 @@ class Pull:
             self._first_move_s = started_s
         moving = self.phase[indices] == _MOVING
         arrived = moving & (statuses == _OK)
-        good = np.count_nonzero(arrived)
+        good = int(np.count_nonzero(arrived))
         self._moved += good
         self._finish(indices[arrived], BlockStatus.OK)
         if good < len(indices):

@@ -58,6 +58,10 @@ MAX_LEASES = 4096
 CANARY_LEASE_MS = 10_000
 """Longest lease on the canary block, which holds nothing but our NIXL agent to its work."""
 
+ALONE_S = 0.02
+"""A reader that copies by itself (CMA) needs our NIXL agent only to connect anew. Most are through before,
+and cost our NIXL process nothing."""
+
 TRANSPORTS = ("shm", "nixl")
 
 Reply = Callable[[ToClient], None]
@@ -86,7 +90,10 @@ class _Lease:
     slots: npt.NDArray[np.int32]
     generations: npt.NDArray[np.uint64]
     timer: Timer
-    nixl: bool
+    helping: Timer | None = None
+    """Until our NIXL agent is kept progressing for it; None where it never is."""
+    held: bool = False
+    """Our NIXL agent is."""
     span: TraceSpan = NO_SPAN
 
 
@@ -240,7 +247,7 @@ class PeerServer:
         if has.any():
             pool.lease(slots[has], generations[has])
             checksums[has] = pool.checksums(slots[has])
-            hashes[has] = pool.record(slots[has]).engine_hashes
+            hashes[has] = pool.engine_hashes(slots[has])
             lease_id = self._grant(slots[has], generations[has], lease_ms, request)
             caller.leases.add(lease_id)
             if request.traceparent:
@@ -295,14 +302,23 @@ class PeerServer:
         self._last_lease += 1
         lease_id = self._last_lease
         timer = self._loop.later(lease_ms / 1000, lambda: self._end(lease_id, "expired"))
-        self._leases[lease_id] = _Lease(slots, generations, timer, nixl=request.transport == "nixl")
+        self._leases[lease_id] = _Lease(slots, generations, timer)
         return lease_id
 
     def _help(self, lease_id: int, lease_ms: int, request: Lease) -> None:
         """Keep our NIXL agent progressing for a reader that may need it to."""
-        if request.transport == "nixl":
-            until_s = time.monotonic() + lease_ms / 1000
+        if request.transport != "nixl":
+            return
+        lease, until_s = self._leases[lease_id], time.monotonic() + lease_ms / 1000
+
+        def hold() -> None:
+            lease.held = True
             self._host.nixl().hold(lease_id, until_s, quick=not request.by_itself)
+
+        if request.by_itself:
+            lease.helping = self._loop.later(ALONE_S, hold)
+        else:
+            hold()
 
     def _trace(self, lease_id: int, request: Lease, blocks: int) -> None:
         """Our part in the trace of somebody else's request: from the lease until it is given back."""
@@ -349,7 +365,9 @@ class PeerServer:
         lease.span.end({"kvcr.result": "ended without a release"})
         if self._host.pool is not None:
             self._host.pool.unlease(lease.slots, lease.generations)
-        if lease.nixl:
+        if lease.helping is not None:
+            lease.helping.cancel()
+        if lease.held:
             self._host.nixl().drop(lease_id)
 
     def _discard(self, request: Discard, reply: Reply) -> None:

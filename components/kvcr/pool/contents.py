@@ -73,6 +73,10 @@ class Contents:
         """uint64 [n, ranks]: xxh3-64 of each part."""
         return self._meta.checksums[as_slots(slots)]
 
+    def engine_hashes(self, slots: I32) -> U64:
+        """uint64 [n]: the engine's own hashes of READY slots."""
+        return self._meta.engine_hashes[as_slots(slots)]
+
     def record(self, slots: I32) -> Record:
         """What the directory says about slots; true of those that are READY."""
         slots, meta = as_slots(slots), self._meta

@@ -29,7 +29,15 @@ import msgspec
 from kvcr.errors import ProtocolError
 from kvcr.protocol.codec import u64
 from kvcr.protocol.engine import BlockStatus
-from kvcr.transfer.base import LocalRegions, Step, StepResult, failed, verified
+from kvcr.transfer.base import (
+    COPY_STEP_BYTES,
+    STEP_BYTES,
+    LocalRegions,
+    Step,
+    StepResult,
+    failed,
+    verified,
+)
 from kvcr.transfer.nixl_messages import (
     LOCK,
     MAX_BYTES,
@@ -529,6 +537,11 @@ class NixlTransport:
         self.synchronous = False
         """The last read was over when it was posted: copied between the processes (CMA)."""
         self._process = process
+
+    @property
+    def step_bytes(self) -> int:
+        """Most bytes of one read."""
+        return COPY_STEP_BYTES if self.synchronous else STEP_BYTES
 
     @property
     def overloaded(self) -> bool:
