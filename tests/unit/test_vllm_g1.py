@@ -253,3 +253,18 @@ def test_new_weights_forget_the_keys() -> None:
     keys = serve(engine, scheduler, list(range(16)))
     scheduler.reset("other@weights+1")
     assert drop_keys(engine, scheduler, handle, keys) == 0
+
+
+def test_blocks_that_were_hit_and_have_no_key_are_no_trouble() -> None:
+    engine = G1()
+    scheduler, handle = connector(engine)
+    keys = serve(engine, scheduler, list(range(16)))
+    request = engine.request("r2", list(range(20)))
+    scheduler.on_new_request(request)
+    scheduler.matched_tokens(request, 4 * BLOCK)
+    held = engine.run(request)
+    # New weights under a request that runs: nothing of it is keyed any more.
+    scheduler.reset("other@weights+1")
+    scheduler.finished(request, [block.block_id for block in held])
+    engine.end(held)
+    assert drop_keys(engine, scheduler, handle, keys) == 0

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcr.keys import KEY_BYTES
 from kvcr.vllm.chain import RequestChain
+from kvcr.vllm.g1 import positions_of
 
 Words = npt.NDArray[np.uint64]
 
@@ -30,22 +31,23 @@ class SeenBlocks:
 
     def note(self, chain: RequestChain, hits: int) -> None:
         """A request ends. Its first ``hits`` blocks were in G1 before it."""
-        first = hits if hits and (self._newer[0, : self._used] == _words(chain, hits - 1, hits)).any() else 0
+        # Blocks may have been in G1 that have no key: of an image, of other weights.
+        first = min(hits, len(chain))
+        if first and not (self._newer[0, : self._used] == _words(chain.blob(first - 1, first))).any():
+            first = 0
         if self._used + len(chain) - first > self._blocks:
             self._older, self._newer = self._newer[:, : self._used], np.zeros_like(self._newer)
             self._used = first = 0
         stop = min(len(chain), first + self._blocks)
         rows = slice(self._used, self._used + stop - first)
-        self._newer[0, rows] = _words(chain, first, stop)
+        self._newer[0, rows] = _words(chain.blob(first, stop))
         self._newer[1, rows] = chain.engine_hashes(first, stop)
         self._used = rows.stop
 
     def hashes(self, keys: bytes) -> Words:
         """The engine's hashes of those of these blocks that are known, in no order."""
-        wanted = np.frombuffer(keys, "<u8")[::2]
-        newer = self._newer[:, : self._used]
-        found = [table[1, np.isin(table[0], wanted)] for table in (newer, self._older)]
-        return np.concatenate(found)
+        wanted, tables = _words(keys), (self._newer[:, : self._used], self._older)
+        return np.concatenate([table[1, positions_of(wanted, table[0])] for table in tables])
 
     def clear(self) -> None:
         self._used, self._older = 0, self._newer[:, :0]
@@ -53,9 +55,10 @@ class SeenBlocks:
 
 def hashes_of_running(chain: RequestChain, keys: bytes) -> Words:
     """The same for a request that has not ended."""
-    positions = np.flatnonzero(np.isin(_words(chain, 0, len(chain)), np.frombuffer(keys, "<u8")[::2]))
+    positions = positions_of(_words(keys), _words(chain.blob(0, len(chain))))
     return chain.engine_hashes(0, len(chain) if len(positions) else 0)[positions]
 
 
-def _words(chain: RequestChain, first: int, stop: int) -> Words:
-    return np.frombuffer(chain.blob(first, stop), "<u8")[:: KEY_BYTES // 8].astype(np.uint64)
+def _words(keys: bytes) -> Words:
+    """The first 8 bytes of each key."""
+    return np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8].astype(np.uint64)
