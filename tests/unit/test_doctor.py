@@ -106,6 +106,13 @@ def test_tenants_that_nobody_vouches_for_are_reported(
     assert (outcome is Outcome.WARN) == ("--tenant-header" in check.detail), "one advice, where it is needed"
 
 
+def test_a_check_that_takes_too_long_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CHILD_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _name: object())
+    check = doctor.check_nixl()
+    assert (check.outcome, "no answer within 0.01 s" in check.detail) == (Outcome.WARN, True)
+
+
 def test_an_engine_without_a_compiler_is_reported_before_its_first_sampled_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
