@@ -230,7 +230,7 @@ def test_no_more_is_offered_than_fits_g1() -> None:
     handle.resident.update(keys_of(made))
     scheduler = make(handle)
     scheduler.bind_block_pool(
-        SimpleNamespace(get_num_free_blocks=lambda: 3, get_cached_block=lambda *_: None)
+        SimpleNamespace(get_num_free_blocks=lambda: 3, get_cached_block=lambda *_: None, blocks=[])
     )
     scheduler.on_new_request(made)
     assert scheduler.matched_tokens(made, 0) == (12, True)
@@ -284,6 +284,7 @@ def test_nothing_is_fetched_that_g1_or_the_pool_has() -> None:
     scheduler = make(handle)
     scheduler.bind_block_pool(
         SimpleNamespace(
+            blocks=[],
             get_num_free_blocks=lambda: 99,
             get_cached_block=lambda block_hash, groups: [object()] if block_hash in in_g1 else None,
         )
