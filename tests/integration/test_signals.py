@@ -235,7 +235,7 @@ def cli(live: Live, *words: str) -> Any:
         env=live.stack.environment | {"DYN_NAMESPACE": "dynamo", "KVCR_CACHE": str(live.stack.directory)},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
