@@ -290,11 +290,13 @@ static int64_t find(const uint64_t *buckets, const probe *p, const uint8_t *key,
     return -1;
 }
 
-static void lookup_all(const uint8_t *wanted, Py_ssize_t n, const uint64_t *buckets, uint64_t mask,
+// Returns the number of hits.
+static long lookup_all(const uint8_t *wanted, Py_ssize_t n, const uint64_t *buckets, uint64_t mask,
                        const uint64_t *control, const block_key *keys, uint64_t slots, int32_t *out_slots,
                        uint64_t *out_generations)
 {
     probe probes[PROBE_AHEAD];
+    long hits = 0;
     for (Py_ssize_t start = 0; start < n; start += PROBE_AHEAD) {
         int count = (int)(n - start < PROBE_AHEAD ? n - start : PROBE_AHEAD);
         for (int i = 0; i < count; i++) {
@@ -302,16 +304,19 @@ static void lookup_all(const uint8_t *wanted, Py_ssize_t n, const uint64_t *buck
             __builtin_prefetch(buckets + probes[i].first * BUCKET_ENTRIES);
             __builtin_prefetch(buckets + probes[i].second * BUCKET_ENTRIES);
         }
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
             out_slots[start + i] = (int32_t)find(buckets, &probes[i], wanted + (start + i) * KEY_BYTES, control,
                                                  keys, slots, &out_generations[start + i]);
+            hits += out_slots[start + i] >= 0;
+        }
     }
+    return hits;
 }
 
 PyDoc_STRVAR(lookup_doc,
 "lookup(keys: 16 B[n], buckets: u64, control: u64[m], key_column: 16 B[m], out_slots: i32[n],\n"
-"       out_generations: u64[n]) -> None\n\n"
-"Slot and generation of each key, -1 and 0 for a miss. A hit is confirmed by the full key between two\n"
+"       out_generations: u64[n]) -> int\n\n"
+"Slot and generation of each key, -1 and 0 for a miss; returns the number of hits. A hit is confirmed by the full key between two\n"
 "loads of the control word. Releases the GIL on large batches.");
 
 static PyObject *native_lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -331,14 +336,15 @@ static PyObject *native_lookup(PyObject *self, PyObject *const *args, Py_ssize_t
         PyErr_SetString(PyExc_ValueError, "key_column is not aligned to 8 bytes");
         goto done;
     }
+    long hits;
     if (n >= RELEASE_GIL_ABOVE) {
         Py_BEGIN_ALLOW_THREADS
-        lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
+        hits = lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
         Py_END_ALLOW_THREADS
     } else {
-        lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
+        hits = lookup_all(v[0].buf, n, v[1].buf, (uint64_t)mask, v[2].buf, v[3].buf, (uint64_t)m, v[4].buf, v[5].buf);
     }
-    result = Py_NewRef(Py_None);
+    result = PyLong_FromLong(hits);
 done:
     release_all(v, 6);
     return result;

@@ -23,9 +23,9 @@ def all_new(
     control: npt.NDArray[np.uint64],
     buckets: npt.NDArray[np.uint64],
     key_column: npt.NDArray[np.uint64],
-    slots: npt.NDArray[np.int32],
-    generations: npt.NDArray[np.uint64],
-    keys: npt.NDArray[np.uint64],
+    slots: bytes | npt.NDArray[np.int32],
+    generations: bytes | npt.NDArray[np.uint64],
+    keys: bytes | npt.NDArray[np.uint64],
 ) -> bool: ...
 def lookup(
     keys: bytes | npt.NDArray[np.uint64],
@@ -34,7 +34,7 @@ def lookup(
     key_column: npt.NDArray[np.uint64],
     out_slots: npt.NDArray[np.int32],
     out_generations: npt.NDArray[np.uint64],
-) -> None: ...
+) -> int: ...
 def find(
     keys: bytes | npt.NDArray[np.uint64],
     buckets: npt.NDArray[np.uint64],
@@ -73,13 +73,13 @@ def seals(
 ) -> None: ...
 def publish(
     columns: Directory,
-    slots: npt.NDArray[np.int32],
-    generations: npt.NDArray[np.uint64],
-    new_keys: npt.NDArray[np.uint64],
-    new_parents: npt.NDArray[np.uint64],
-    new_hashes: npt.NDArray[np.uint64],
-    new_positions: npt.NDArray[np.uint32],
-    new_checksums: npt.NDArray[np.uint64],
+    slots: bytes | npt.NDArray[np.int32],
+    generations: bytes | npt.NDArray[np.uint64],
+    new_keys: bytes | npt.NDArray[np.uint64],
+    new_parents: bytes | npt.NDArray[np.uint64],
+    new_hashes: bytes | npt.NDArray[np.uint64],
+    new_positions: bytes | npt.NDArray[np.uint32],
+    new_checksums: bytes | npt.NDArray[np.uint64],
     out: npt.NDArray[np.bool_],
     now_s: float,
 ) -> tuple[int, int]: ...

@@ -21,7 +21,7 @@ and a :class:`WorkerHandle` in each that computes. A guard that is absent, slow 
 
 from __future__ import annotations
 
-import math
+import array
 import os
 import time
 import uuid
@@ -77,17 +77,43 @@ __all__ = [
 Statuses = npt.NDArray[np.uint8]
 """uint8 :class:`BlockStatus`, one a key."""
 
+_OK = int(BlockStatus.OK)
+
+SPIN_S = 0.0001
+"""How long a deposit asks the directory for its blocks before it sleeps: the guard takes half of that, if
+it has a core."""
+
 STANDING_BLOCKS = 256
 
 
-class _Columns(NamedTuple):
-    """What is deposited, one entry a block."""
+class _Blocks(NamedTuple):
+    """What is deposited: blobs with one entry a block, as a SaveSpec has them."""
 
-    block_ids: npt.NDArray[np.int32]
-    keys: npt.NDArray[np.void]
-    parents: npt.NDArray[np.void]
-    engine_hashes: npt.NDArray[np.uint64]
-    positions: npt.NDArray[np.uint32]
+    block_ids: bytes
+    keys: bytes
+    parents: bytes
+    engine_hashes: bytes
+    positions: bytes
+
+    def part(self, start: int, stop: int) -> _Blocks:
+        """The blocks from ``start`` to before ``stop``."""
+        if start == 0 and stop * KEY_BYTES == len(self.keys):
+            return self
+        return _Blocks(
+            *(blob[start * size : stop * size] for blob, size in zip(self, _BLOB_SIZES, strict=True))
+        )
+
+    def at(self, chosen: npt.NDArray[np.intp]) -> _Blocks:
+        """Some of the blocks."""
+        return _Blocks(
+            *(
+                np.frombuffer(blob, f"V{size}")[chosen].tobytes()
+                for blob, size in zip(self, _BLOB_SIZES, strict=True)
+            )
+        )
+
+
+_BLOB_SIZES = (4, KEY_BYTES, KEY_BYTES, 8, 4)
 
 
 class Kvcr:
@@ -184,63 +210,84 @@ class Kvcr:
                 raise ValueError(f"{count} keys and {len(given)} {name}; give one a key, or none")
         blob = pack_keys(keys)
         before = (root or bytes(KEY_BYTES)) + blob[:-KEY_BYTES] if parents is None else pack_keys(parents)
-        columns = _Columns(
-            block_ids=np.array(block_ids, "<i4"),
-            keys=np.frombuffer(blob, f"V{KEY_BYTES}"),
-            parents=np.frombuffer(before[: len(blob)], f"V{KEY_BYTES}"),
-            engine_hashes=np.frombuffer(blob, "<u8")[::2]
+        blocks = _Blocks(
+            array.array("i", block_ids).tobytes(),
+            blob,
+            before[: len(blob)],
+            np.frombuffer(blob, "<u8")[::2].tobytes()
             if engine_hashes is None
-            else np.array(engine_hashes, "<u8"),
-            positions=np.arange(count, dtype="<u4") if positions is None else np.array(positions, "<u4"),
+            else np.array(engine_hashes, "<u8").tobytes(),
+            np.arange(count, dtype="<u4").tobytes()
+            if positions is None
+            else np.array(positions, "<u4").tobytes(),
         )
         deadline_s = time.monotonic() + wait_s
-        wanted = ~self._scheduler.lookup(blob)
+        self.poll()
+        missing = np.arange(count)
+        replaces = False
+        if self._scheduler.hits(blob):
+            wanted = ~self._scheduler.lookup(blob)
+            if self._corrupt:
+                corrupt = np.fromiter((key in self._corrupt for key in keys), np.bool_, count)
+                replaces = bool((corrupt & ~wanted).any())
+                wanted |= corrupt
+            missing = np.flatnonzero(wanted)
+            blocks = blocks.at(missing)
         if self._corrupt:
-            wanted |= np.fromiter((key in self._corrupt for key in keys), np.bool_, count)
             self._corrupt.difference_update(keys)
-        todo = np.flatnonzero(wanted)
         with self._worker.borrowed():
-            while len(todo):
-                self.poll()
-                grants = self._scheduler.take_grants(min(len(todo), MAX_BLOCKS_PER_MESSAGE))
-                if len(grants):
-                    batch, todo = todo[: len(grants)], todo[len(grants) :]
-                    self._save(grants, batch, columns)
-                elif time.monotonic() >= deadline_s or not self._scheduler.connected:
-                    break
-                else:
-                    self._until(self._granted_or_lost, deadline_s)
-            # Past the deadline too: the blocks are the caller's again only when they are copied.
-            self._worker.work_until(lambda: not self._worker.any_saving, math.inf)
+            saved = self._save(blocks, deadline_s)
+            if saved and not replaces:
+                last = blocks.keys[KEY_BYTES * (saved - 1) : KEY_BYTES * saved]
+                # The directory shows it sooner than the guard tells it, and the last block last.
+                self._worker.work_until(
+                    lambda: self._scheduler.hits(last) > 0 or self._worker.unconfirmed_fills == 0,
+                    deadline_s,
+                    spin_s=SPIN_S,
+                )
+            self._worker.take_saved_jobs()
+            if not replaces and self._scheduler.hits(blob) == count:
+                statuses = np.empty(count, np.uint8)
+                statuses.fill(_OK)
+                return statuses
+            # What was refused, or is there as another's, or as a damaged one, the guard has to say.
             self._worker.work_until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
-        self._worker.take_saved_jobs()
         self.poll()
         here = self._scheduler.lookup(blob)
         statuses = np.full(count, BlockStatus.PENDING, np.uint8)
-        statuses[todo] = BlockStatus.MISS
+        statuses[missing[saved:]] = BlockStatus.MISS
         if not self._scheduler.connected:
             statuses[:] = BlockStatus.GONE
         statuses[here] = BlockStatus.OK
         return statuses
 
-    def _save(self, grants: Grants, batch: npt.NDArray[np.intp], columns: _Columns) -> None:
-        self._worker.submit_save(
-            SaveSpec(
-                job_id=self._next_job,
-                request_id=f"deposit-{self._next_job}",
-                pool_token=grants.pool_token,
-                epoch=grants.epoch,
-                slots=grants.slots.astype("<i4", copy=False).tobytes(),
-                generations=grants.generations.astype("<u8", copy=False).tobytes(),
-                block_ids=columns.block_ids[batch].tobytes(),
-                keys=columns.keys[batch].tobytes(),
-                parents=columns.parents[batch].tobytes(),
-                engine_hashes=columns.engine_hashes[batch].tobytes(),
-                positions=columns.positions[batch].tobytes(),
-                drops=self._drops,
-            )
-        )
+    def _save(self, blocks: _Blocks, deadline_s: float) -> int:
+        """Copy blocks to granted slots, from the first on; returns how many there were slots for."""
+        count, saved = len(blocks.positions) // 4, 0
+        while saved < count:
+            grants = self._scheduler.take_grants(min(count - saved, MAX_BLOCKS_PER_MESSAGE))
+            if len(grants):
+                self._worker.save_now(self._save_spec(grants, blocks.part(saved, saved + len(grants))))
+                saved += len(grants)
+            elif time.monotonic() >= deadline_s or not self._scheduler.connected:
+                break
+            else:
+                self._until(self._granted_or_lost, deadline_s)
+        return saved
+
+    def _save_spec(self, grants: Grants, blocks: _Blocks) -> SaveSpec:
+        job = self._next_job
         self._next_job += 1
+        return SaveSpec(
+            job_id=job,
+            request_id=f"deposit-{job}",
+            pool_token=grants.pool_token,
+            epoch=grants.epoch,
+            slots=grants.slots.astype("<i4", copy=False).tobytes(),
+            generations=grants.generations.astype("<u8", copy=False).tobytes(),
+            drops=self._drops,
+            **blocks._asdict(),
+        )
 
     # --- finding and fetching -------------------------------------------------------------------
 
@@ -353,16 +400,17 @@ class Kvcr:
         the deadline, and no byte is written to a block afterwards. Without, all are PENDING and
         :meth:`delivered` has the result once.
         """
-        if len(block_ids) != len(keys):
-            raise ValueError(f"{len(keys)} keys and {len(block_ids)} block ids; give one block id a key")
+        count = len(keys)
+        if len(block_ids) != count:
+            raise ValueError(f"{count} keys and {len(block_ids)} block ids; give one block id a key")
         self.poll()
         state = self._scheduler.fetch_state(request_id)
-        self._scheduler.use(pack_keys(keys))
+        blob = pack_keys(keys)
         spec = LoadSpec(
             request_id=request_id,
             first=first,
-            keys=pack_keys(keys),
-            block_ids=np.array(block_ids, "<i4").tobytes(),
+            keys=blob,
+            block_ids=array.array("i", block_ids).tobytes(),
             deadline_s=deadline_s,
             fetching=state is not None and not state.final,
             fetch_first=state.first if state is not None else 0,
@@ -370,14 +418,18 @@ class Kvcr:
             prefix_only=False,
         )
         if not wait:
+            self._scheduler.use(blob)
             self._worker.submit_load(spec)
-            return np.zeros(len(keys), np.uint8)
+            return np.zeros(count, np.uint8)
         with self._worker.borrowed():
             self._worker.submit_load(spec)
-            self._until(lambda: request_id in self._results, time.monotonic() + deadline_s + 1.0)
-        result = self.delivered(request_id)
-        assert result is not None, "a load ends by its deadline"
-        return result.statuses
+            self._worker.work_until(
+                lambda: self._take_results() and request_id in self._results,
+                time.monotonic() + deadline_s + 1.0,
+            )
+        # Not before the copy, which would then share the processor with the guard.
+        self._scheduler.use(blob)
+        return self._results.pop(request_id).statuses
 
     def delivered(self, request_id: str) -> LoadResult | None:
         """The result of a :meth:`deliver` that was not waited for: once, None before."""
@@ -411,14 +463,20 @@ class Kvcr:
             # is newer than the invalidation.
             self._scheduler.dropped(drop, 0)
             self._drops = max(self._drops, drop.drop_id)
-        for result in self._worker.take_loads():
-            self._results[result.request_id] = result
-            self._corrupt |= result.corrupt_keys
+        self._take_results()
 
     def close(self) -> None:
         """Disconnect. The pool and its blocks stay with the guard. Idempotent."""
         self._worker.close()
         self._scheduler.close()
+
+    def _take_results(self) -> bool:
+        """Whether a load ended."""
+        results = self._worker.take_loads()
+        for result in results:
+            self._results[result.request_id] = result
+            self._corrupt |= result.corrupt_keys
+        return bool(results)
 
     def _granted_or_lost(self) -> bool:
         return self._scheduler.grants_available > 0 or not self._scheduler.connected

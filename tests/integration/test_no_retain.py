@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +135,8 @@ def test_over_nixl_a_long_prompt_passes_through_a_few_slots(directory: Path) -> 
     arguments = ["--transport", "nixl", "--transit-slots", "8"]
     with a_source_and_an_engine(directory, 60, *arguments) as (source, engine, root, keys, sources):
         engine.fetch("once", keys, root, sources)
-        time.sleep(0.5)
         # Nobody has taken any yet: as many wait as are allowed.
-        assert engine.guard.metrics()['kvcr_transit_slots{kind="used"}'] == 8
+        assert engine.guard.wait_metric('kvcr_transit_slots{kind="used"}', 8) == 8
         assert engine.guard.metrics()[READY] == 0
         result = engine.load("once", keys)
         assert set(result.statuses.tolist()) == {OK}
@@ -182,7 +180,7 @@ def test_where_the_engine_cannot_map_the_peers_pool_blocks_take_the_way_through_
         assert engine.load("contact", keys[:1]).statuses.tolist() == [OK]
         engine.scheduler.finish("contact")
         # The guard has it mapped; the engine, which has not, looks for it where it was.
-        engine.worker._foreign._pools.clear()
+        engine.worker._loader._foreign._pools.clear()
         os.rename(source.directory, directory / "elsewhere")
         try:
             engine.fetch("once", keys, root, sources)

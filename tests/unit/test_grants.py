@@ -68,6 +68,8 @@ def test_fills_that_the_directory_shows_as_settled_are_not_sent_again(tmp_path: 
             positions=bytes(12),
         ),
         rank=0,
+        checksums=b"",
+        send=lambda message: False,
     )
     pools.commit(pool, granted, [0, 1, 2])
     fills.settle(PoolReader.open(tmp_path).still_granted)

@@ -321,3 +321,24 @@ def test_the_epoch_only_rises_and_readers_see_it(tmp_path: Path) -> None:
     assert pool.raise_epoch(above=9) == 10
     assert pool.raise_epoch(above=3) == 11
     assert reader.epoch == 11
+
+
+def test_blobs_are_published_when_all_are_new_and_nothing_changes_when_one_is_not(tmp_path: Path) -> None:
+    pool = create(tmp_path, 4)
+    granted = pool.allocate(3, 0.0)
+
+    def commit(first: int, stop: int, blob: bytes) -> int | None:
+        count = stop - first
+        slots, generations = granted.slots[first:stop].tobytes(), granted.generations[first:stop].tobytes()
+        zeros = bytes(8 * count)
+        return pool.commit_filled(slots, generations, blob, blob, zeros, bytes(4 * count), zeros, 1.0)
+
+    assert commit(0, 2, keys(0, 1)) == 2
+    assert [pool.hits(keys(number)) for number in range(3)] == [1, 1, 0]
+    before = pool.counts()
+    # A key that is there already, a slot that is published already, a key named twice.
+    assert commit(2, 3, keys(1)) is commit(1, 2, keys(2)) is commit(1, 3, keys(2, 2)) is None
+    assert pool.counts() == before
+    assert commit(2, 3, keys(2)) == 1
+    assert pool.drain_changes().stored_keys == keys(0, 1, 2)
+    pool.check_invariants()

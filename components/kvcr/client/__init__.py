@@ -9,7 +9,8 @@ from kvcr.client.fetch import FetchState
 from kvcr.client.jobs import Grants, LoadResult, LoadSpec, SaveSpec
 from kvcr.client.memory import BlockMemory, HostBlockMemory
 from kvcr.client.scheduler import SchedulerHandle
-from kvcr.client.worker import WorkerCounters, WorkerHandle
+from kvcr.client.tally import WorkerCounters
+from kvcr.client.worker import WorkerHandle
 
 __all__ = [
     "BlockMemory",

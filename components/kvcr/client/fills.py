@@ -51,31 +51,21 @@ class Fills:
             Committed(0, slots[settled].astype("<i4").tobytes(), generations[settled].astype("<u8").tobytes())
         )
 
-    def add(self, spec: SaveSpec, rank: int, checksums: bytes = b"") -> None:
-        """All blocks of ``spec`` are in their slots now. ``checksums``: uint64 each, empty if not known."""
+    def add(self, spec: SaveSpec, rank: int, checksums: bytes, send: Callable[[ToGuard], bool]) -> None:
+        """All blocks of ``spec`` are in their slots now: tell the guard, or keep it for :meth:`send`.
+
+        ``checksums``: uint64 each, empty if not known.
+        """
         for start in range(0, len(spec.slots) // 4, MAX_BLOCKS_PER_MESSAGE):
-            stop = start + MAX_BLOCKS_PER_MESSAGE
-
-            def part(blob: bytes, size: int, start: int = start, stop: int = stop) -> bytes:
-                return blob[start * size : stop * size]
-
-            message = Filled(
-                epoch=spec.epoch,
-                rank=rank,
-                slots=part(spec.slots, 4),
-                generations=part(spec.generations, 8),
-                keys=part(spec.keys, KEY_BYTES),
-                parents=part(spec.parents, KEY_BYTES),
-                engine_hashes=part(spec.engine_hashes, 8),
-                positions=part(spec.positions, 4),
-                drops=spec.drops,
-                checksums=part(checksums, 8),
-            )
+            message = _part(spec, rank, checksums, start)
+            # Before the bookkeeping, as somebody may wait for the guard.
+            sent = not self._unsent and send(message)
             pairs = _pairs(message)
             self._messages[self._next] = (spec.pool_token, message, len(pairs))
             self._by_slot.update(dict.fromkeys(pairs, self._next))
             self.blocks += len(pairs)
-            self._unsent.append(self._next)
+            if not sent:
+                self._unsent.append(self._next)
             self._next += 1
         while self.blocks > MAX_UNCONFIRMED_BLOCKS:
             self._forget(next(iter(self._messages)))
@@ -113,6 +103,26 @@ class Fills:
         self.blocks -= left
         for pair in _pairs(message):
             self._by_slot.pop(pair, None)
+
+
+def _part(spec: SaveSpec, rank: int, checksums: bytes, start: int) -> Filled:
+    """What fits in one message, from block ``start`` on."""
+
+    def part(blob: bytes, size: int) -> bytes:
+        return blob[start * size : (start + MAX_BLOCKS_PER_MESSAGE) * size]
+
+    return Filled(
+        epoch=spec.epoch,
+        rank=rank,
+        slots=part(spec.slots, 4),
+        generations=part(spec.generations, 8),
+        keys=part(spec.keys, KEY_BYTES),
+        parents=part(spec.parents, KEY_BYTES),
+        engine_hashes=part(spec.engine_hashes, 8),
+        positions=part(spec.positions, 4),
+        drops=spec.drops,
+        checksums=part(checksums, 8),
+    )
 
 
 def _pairs(message: Filled | Committed) -> list[tuple[int, int]]:

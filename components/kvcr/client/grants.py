@@ -20,22 +20,36 @@ class SlotSet:
     """Granted slots in order, as (slot, generation). For one thread."""
 
     def __init__(self) -> None:
-        self.slots: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self.generations: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._slots: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._generations: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._added: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]] = []
+        """Behind those: joined when they are looked at."""
+        self._count = 0
         self._next_look = KEPT_SLOTS
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self._count
+
+    @property
+    def slots(self) -> npt.NDArray[np.int32]:
+        self._join()
+        return self._slots
+
+    @property
+    def generations(self) -> npt.NDArray[np.uint64]:
+        self._join()
+        return self._generations
 
     def add(self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        self.slots = np.concatenate([self.slots, slots])
-        self.generations = np.concatenate([self.generations, generations])
+        self._added.append((slots, generations))
+        self._count += len(slots)
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
         """The first ``count``, no longer in the set."""
-        taken = self.slots[:count], self.generations[:count]
-        self.slots, self.generations = self.slots[count:], self.generations[count:]
-        return taken
+        slots, generations = self.slots, self._generations
+        self._slots, self._generations = slots[count:], generations[count:]
+        self._count = len(self._slots)
+        return slots[:count], generations[:count]
 
     def discard(self, slots: npt.NDArray[np.int32]) -> None:
         """Drop these slots, in whatever generation."""
@@ -52,7 +66,16 @@ class SlotSet:
             self._next_look = max(KEPT_SLOTS, 2 * len(self))
 
     def _keep(self, mask: npt.NDArray[np.bool_]) -> None:
-        self.slots, self.generations = self.slots[mask], self.generations[mask]
+        self._slots, self._generations = self.slots[mask], self._generations[mask]
+        self._count = len(self._slots)
+
+    def _join(self) -> None:
+        if self._added:
+            self._slots = np.concatenate([self._slots, *(slots for slots, _ in self._added)])
+            self._generations = np.concatenate(
+                [self._generations, *(generations for _, generations in self._added)]
+            )
+            self._added.clear()
 
 
 def send_holding(

@@ -70,8 +70,7 @@ class LoadResult:
         return self.block_ids[bad[0] :].tolist() if len(bad) else []
 
 
-@dataclass(frozen=True)
-class Grants:
+class Grants(msgspec.Struct, frozen=True):
     """Slots this engine may fill: int32 and uint64, same length."""
 
     slots: npt.NDArray[np.int32]

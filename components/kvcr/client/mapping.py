@@ -30,6 +30,14 @@ class PoolMapping:
     lock: WriterLock | None
 
 
+@dataclass(slots=True)
+class Attachment:
+    """What a worker's copy thread reads and writes: it changes on that thread only, when a guard comes."""
+
+    mapping: PoolMapping | None = None
+    epoch: int = 0
+
+
 def pool_token(pool_dir: Path) -> int:
     """Identity of the pool's files, the same in every process of the host. Raises FileNotFoundError."""
     return os.stat(pool_dir / "meta").st_ino

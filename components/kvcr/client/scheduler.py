@@ -196,6 +196,11 @@ class SchedulerHandle:
         slots, _ = mapping.reader.lookup(keys)
         return slots >= 0
 
+    def hits(self, keys: bytes) -> int:
+        """How many of these blocks are in the local pool now. No message is sent."""
+        mapping = self._link.resources
+        return mapping.reader.hits(keys) if mapping is not None and keys else 0
+
     def use(self, keys: bytes) -> None:
         """These resident blocks are about to be loaded: counts against their eviction."""
         self._send_keys(lambda epoch, part: msg.Use(epoch, part), keys)

@@ -33,7 +33,9 @@ FIRST_MESSAGE_S = 10.0
 
 _PAUSE_S = 0.2
 
-_FLAGS = socket.MSG_DONTWAIT
+# Plain numbers: to combine two of the module's flags takes as long as a short message.
+_FLAGS = int(socket.MSG_DONTWAIT)
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_BYTES = 512 * 1024
 _MESSAGES_PER_ROUND = 64
 _MAX_UNIX_PATH = 107
@@ -82,7 +84,7 @@ class Connection:
             self._enqueue(raw)
             return
         try:
-            self._sock.send(raw, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._sock.send(raw, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
             self._enqueue(raw)
         except OSError as error:
@@ -125,7 +127,7 @@ class Connection:
     def _flush(self) -> None:
         while self._queue:
             try:
-                self._sock.send(self._queue[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._sock.send(self._queue[0], _SEND_FLAGS)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ class Host(Protocol):
     @property
     def local(self) -> LocalRegions | None: ...
 
+    @property
+    def epoch(self) -> int:
+        """The pool's."""
+
     def pool_changed(self) -> None: ...
 
 
@@ -42,6 +46,32 @@ class _Partial:
     """bit mask"""
     failed: bool = False
     """One of them did not fill it."""
+
+
+class _Fill(NamedTuple):
+    """Blocks in their slots, one entry each."""
+
+    slots: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.uint64]
+    keys: bytes
+    parents: bytes
+    engine_hashes: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.uint32]
+    epoch: int
+    drops: int
+
+    def at(self, chosen: npt.NDArray[np.intp]) -> _Fill:
+        """Some of the blocks."""
+        return _Fill(
+            self.slots[chosen],
+            self.generations[chosen],
+            _take(self.keys, chosen),
+            _take(self.parents, chosen),
+            self.engine_hashes[chosen],
+            self.positions[chosen],
+            self.epoch,
+            self.drops,
+        )
 
 
 class Deposits:
@@ -60,73 +90,82 @@ class Deposits:
 
     def filled(self, message: Filled, rank: int, answer: Callable[[ToEngine], None]) -> None:
         """A worker filled its rank's part of some slots. Raises ProtocolError on arrays of odd lengths."""
+        _require_even(message)
         pool, local = self._host.pool, self._host.local
-        slots, generations = i32(message.slots), u64(message.generations)
-        count = len(slots)
-        hashes, positions = u64(message.engine_hashes), u32(message.positions)
-        sums = u64(message.checksums)
-        if not (
-            len(generations) == len(hashes) == len(positions) == count <= MAX_BLOCKS_PER_MESSAGE
-            and len(sums) in (0, count)
-            and len(message.keys) == len(message.parents) == KEY_BYTES * count
-        ):
-            raise ProtocolError(
-                f"Filled names {count} slots with columns of other lengths, or over {MAX_BLOCKS_PER_MESSAGE}"
-            )
         if pool is None or local is None:
             return
         if message.epoch != pool.epoch:
             # Stores of the past: acknowledged, so that they are not sent again, and dropped.
             answer(Committed(pool.epoch, message.slots, message.generations))
             return
-        keys, parents = message.keys, message.parents
-        # As they were stored. With more ranks each message has one part's only.
-        is_hashed = pool.layout.ranks == 1 and len(sums) > 0
-        if not is_hashed and (
-            pool.layout.ranks > 1 or slots.min(initial=0) < 0 or slots.max(initial=0) >= pool.slots
-        ):
-            chosen = self._to_commit(pool, message, slots, generations, rank, answer)
-            slots, generations, hashes, positions = (
-                slots[chosen],
-                generations[chosen],
-                hashes[chosen],
-                positions[chosen],
-            )
-            keys, parents = _take(keys, chosen), _take(parents, chosen)
+        if message.checksums and pool.layout.ranks == 1:
+            # As they were stored. With more ranks each message has one part's only.
+            stored = None
+            if not len(self._tombstones):
+                stored = pool.commit_filled(
+                    message.slots,
+                    message.generations,
+                    message.keys,
+                    message.parents,
+                    message.engine_hashes,
+                    message.positions,
+                    message.checksums,
+                    time.monotonic(),
+                )
+            if stored is None:
+                self._publish(pool, local, _fill_of(message), u64(message.checksums), answer)
+            else:
+                self._stored(local, stored, message.slots, message.generations, answer)
+            return
+        fill = _fill_of(message)
+        slots = fill.slots
+        if pool.layout.ranks > 1 or slots.min(initial=0) < 0 or slots.max(initial=0) >= pool.slots:
+            fill = fill.at(self._to_commit(pool, message, slots, fill.generations, rank, answer))
+            slots = fill.slots
         if not len(slots):
             return
 
         def hashed(checksums: npt.NDArray[np.uint64] | None) -> None:
-            if checksums is None or pool is not self._host.pool:
-                return
-            now_s = time.monotonic()
-            if len(self._tombstones):
-                dead = self._tombstones.dead(keys, parents, message.epoch, message.drops, now_s)
-                # Not granted any more, they are passed over by the commit.
-                self._meters.dead_fills.inc(pool.give_back(slots[dead], generations[dead]))
-            result = pool.commit(
-                slots,
-                generations,
-                keys,
-                parents,
-                hashes,
-                positions,
-                checksums,
-                now_s,
-            )
-            # First, as the engine may wait for it on this core.
-            answer(Committed(pool.epoch, slots.tobytes(), generations.tobytes()))
-            stored = int(np.count_nonzero(result.committed))
-            self._meters.deposited_blocks.inc(stored)
-            self._meters.deposited_bytes.inc(stored * local.block_bytes)
-            self._host.pool_changed()
+            if checksums is not None and pool is self._host.pool:
+                self._publish(pool, local, fill, checksums, answer)
 
-        if is_hashed:
-            hashed(sums)
-        elif len(slots) * local.block_bytes <= INLINE_BYTES:
+        if len(slots) * local.block_bytes <= INLINE_BYTES:
             hashed(local.checksums(slots))
         else:
             self._movers.submit(lambda: local.checksums(slots), hashed)
+
+    def _publish(
+        self,
+        pool: Pool,
+        local: LocalRegions,
+        fill: _Fill,
+        checksums: npt.NDArray[np.uint64],
+        answer: Callable[[ToEngine], None],
+    ) -> None:
+        now_s = time.monotonic()
+        slots, generations, keys, parents, hashes, positions, epoch, drops = fill
+        if len(self._tombstones):
+            dead = self._tombstones.dead(keys, parents, epoch, drops, now_s)
+            # Not granted any more, they are passed over by the commit.
+            self._meters.dead_fills.inc(pool.give_back(slots[dead], generations[dead]))
+        result = pool.commit(slots, generations, keys, parents, hashes, positions, checksums, now_s)
+        stored = int(np.count_nonzero(result.committed))
+        self._stored(local, stored, slots.tobytes(), generations.tobytes(), answer)
+
+    def _stored(
+        self,
+        local: LocalRegions,
+        count: int,
+        slots: bytes,
+        generations: bytes,
+        answer: Callable[[ToEngine], None],
+    ) -> None:
+        """These fills are done with, and ``count`` of them are published."""
+        # First, as the engine may wait for it on this core.
+        answer(Committed(self._host.epoch, slots, generations))
+        self._meters.deposited_blocks.inc(count)
+        self._meters.deposited_bytes.inc(count * local.block_bytes)
+        self._host.pool_changed()
 
     def _to_commit(
         self,
@@ -202,6 +241,34 @@ class Deposits:
                 (void if partial.failed else whole)[index] = True
                 del self._partial[slot]
         return whole, void
+
+
+def _require_even(message: Filled) -> None:
+    """Raises ProtocolError on columns that do not fit each other."""
+    count = len(message.slots) // 4
+    if not (
+        count <= MAX_BLOCKS_PER_MESSAGE
+        and len(message.slots) == len(message.positions) == 4 * count
+        and len(message.generations) == len(message.engine_hashes) == 8 * count
+        and len(message.keys) == len(message.parents) == KEY_BYTES * count
+        and len(message.checksums) in (0, 8 * count)
+    ):
+        raise ProtocolError(
+            f"Filled names {count} slots with columns of other lengths, or over {MAX_BLOCKS_PER_MESSAGE}"
+        )
+
+
+def _fill_of(message: Filled) -> _Fill:
+    return _Fill(
+        i32(message.slots),
+        u64(message.generations),
+        message.keys,
+        message.parents,
+        u64(message.engine_hashes),
+        u32(message.positions),
+        message.epoch,
+        message.drops,
+    )
 
 
 def _take(blob: bytes, indices: npt.NDArray[np.int64]) -> bytes:

@@ -182,10 +182,10 @@ class EngineServer:
         if getattr(message, "epoch", pool.epoch) != pool.epoch:
             self._meters.stale_messages.inc(message=type(message).__name__)
         match message:
-            case Hello():
-                raise ProtocolError("a second Hello on one connection")
             case Filled():
                 self._deposits.filled(message, member.rank, member.send)
+            case Hello():
+                raise ProtocolError("a second Hello on one connection")
             case Fetch():
                 self._fetches.start(message, self._seat, member.send, member)
             case Taken():

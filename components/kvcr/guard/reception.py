@@ -44,21 +44,15 @@ class Reception:
 
         def received(connection: Connection, raw: memoryview) -> None:
             try:
-                hear(connection, raw)
+                if not speaker:
+                    self._first_message(connection, raw, speaker)
+                elif isinstance(speaker[0], Member):
+                    self._engine_message(raw, speaker[0])
+                else:
+                    self._peer_message(connection, raw, speaker[0])
             except ProtocolError:
                 self.refused("malformed")
                 raise
-
-        def hear(connection: Connection, raw: memoryview) -> None:
-            if not speaker:
-                self._first_message(connection, raw, speaker)
-            elif isinstance(speaker[0], Member):
-                message = to_guard.decode(raw)
-                if not isinstance(message, Alive):
-                    self._not_idle()
-                self._engines.handle(message, speaker[0])
-            else:
-                self._peer_message(connection, raw, speaker[0])
 
         def closed(_: Connection) -> None:
             silent.cancel()
@@ -94,6 +88,13 @@ class Reception:
         member = self._engines.hello(hello, connection)
         if member is not None:
             speaker.append(member)
+
+    def _engine_message(self, raw: memoryview, member: Member) -> None:
+        message = to_guard.decode(raw)
+        # The message first, as the engine may wait for what it does.
+        self._engines.handle(message, member)
+        if not isinstance(message, Alive):
+            self._not_idle()
 
     def _peer_message(self, connection: Connection, raw: memoryview, caller: Caller) -> None:
         self._server.handle(

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvcr.keys import KEY_BYTES
@@ -33,6 +34,10 @@ def _pairs(keys: bytes | U64) -> U64:
     if len(keys) % KEY_BYTES:
         raise ValueError(f"keys: {len(keys)} bytes are not items of {KEY_BYTES} bytes")
     return np.frombuffer(keys, dtype=np.uint64).reshape(-1, 2)
+
+
+def _column(values: bytes | npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return values if isinstance(values, np.ndarray) else np.frombuffer(values, dtype)
 
 
 def _mask(buckets: U64) -> np.uint64:
@@ -76,7 +81,7 @@ def grant(control: U64, owners: I32, slots: I32, out_generations: U64, owner: in
 
 def lookup(
     keys: bytes | U64, buckets: U64, control: U64, key_column: U64, out_slots: I32, out_generations: U64
-) -> None:
+) -> int:
     pairs = _pairs(keys)
     table = buckets.reshape(-1, BUCKET_ENTRIES)
     column = key_column.reshape(-1, 2)
@@ -96,6 +101,7 @@ def lookup(
         hit = (before == after) & (before >> _SHIFT == _READY) & (found == pairs[which]).all(axis=1)
         out_slots[which[hit]] = slot[hit]
         out_generations[which[hit]] = before[hit] & _GENERATION
+    return int(np.count_nonzero(out_slots >= 0))
 
 
 def find(
@@ -182,7 +188,15 @@ def seals(
     out[:] = state
 
 
-def all_new(control: U64, buckets: U64, key_column: U64, slots: I32, generations: U64, keys: U64) -> bool:
+def all_new(
+    control: U64,
+    buckets: U64,
+    key_column: U64,
+    slots: bytes | I32,
+    generations: bytes | U64,
+    keys: bytes | U64,
+) -> bool:
+    slots, generations = _column(slots, np.int32), _column(generations, np.uint64)
     inside = (slots >= 0) & (slots < len(control)) & (generations <= _GENERATION)
     if not inside.all() or (control[slots] != generations | (_GRANTED << _SHIFT)).any():
         return False
@@ -195,16 +209,20 @@ def all_new(control: U64, buckets: U64, key_column: U64, slots: I32, generations
 
 def publish(
     columns: Directory,
-    slots: I32,
-    generations: U64,
-    new_keys: U64,
-    new_parents: U64,
-    new_hashes: U64,
-    new_positions: U32,
-    new_checksums: U64,
+    slots: bytes | I32,
+    generations: bytes | U64,
+    new_keys: bytes | U64,
+    new_parents: bytes | U64,
+    new_hashes: bytes | U64,
+    new_positions: bytes | U32,
+    new_checksums: bytes | U64,
     out: Mask,
     now_s: float,
 ) -> tuple[int, int]:
+    slots, generations = _column(slots, np.int32), _column(generations, np.uint64)
+    new_keys, new_parents = _pairs(new_keys), _pairs(new_parents)
+    new_hashes, new_positions = _column(new_hashes, np.uint64), _column(new_positions, np.uint32)
+    new_checksums = _column(new_checksums, np.uint64).reshape(len(slots), columns.checksums.shape[1])
     _check_indices(columns.control, slots)
     columns.checksums[slots] = new_checksums
     columns.keys[slots] = new_keys

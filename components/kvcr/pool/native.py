@@ -73,9 +73,9 @@ class Backend(Protocol):
         key_column: U64,
         out_slots: I32,
         out_generations: U64,
-    ) -> None:
+    ) -> int:
         """Slot (-1: miss) and generation of each 16-byte key, each hit confirmed by the full key
-        between two equal READY loads of its control word."""
+        between two equal READY loads of its control word. Returns the number of hits."""
 
     def find(
         self,
@@ -103,7 +103,13 @@ class Backend(Protocol):
         """Clears the entries key -> slot; returns how many there were."""
 
     def all_new(
-        self, control: U64, buckets: U64, key_column: U64, slots: I32, generations: U64, keys: U64
+        self,
+        control: U64,
+        buckets: U64,
+        key_column: U64,
+        slots: bytes | I32,
+        generations: bytes | U64,
+        keys: bytes | U64,
     ) -> bool:
         """Whether every slot is GRANTED in its generation, every key a miss, and all of them distinct."""
 
@@ -122,13 +128,13 @@ class Backend(Protocol):
     def publish(
         self,
         columns: Directory,
-        slots: I32,
-        generations: U64,
-        new_keys: U64,
-        new_parents: U64,
-        new_hashes: U64,
-        new_positions: U32,
-        new_checksums: U64,
+        slots: bytes | I32,
+        generations: bytes | U64,
+        new_keys: bytes | U64,
+        new_parents: bytes | U64,
+        new_hashes: bytes | U64,
+        new_positions: bytes | U32,
+        new_checksums: bytes | U64,
         out: Mask,
         now_s: float,
     ) -> tuple[int, int]:

@@ -237,20 +237,23 @@ class Pool(Holds):
         """
         slots, generations = as_slots(slots), as_u64(generations)
         count = len(slots)
-        rows, parent_rows = key_rows(keys, count, "keys"), key_rows(parents, count, "parents")
-        hashes = as_u64(engine_hashes)
-        places = np.ascontiguousarray(positions, dtype=np.uint32)
-        sums = as_u64(checksums).reshape(count, self.layout.ranks)
-        for name, values in (("generations", generations), ("engine_hashes", hashes), ("positions", places)):
-            if len(values) != count:
-                raise ValueError(f"{name} has {len(values)} entries, slots has {count}")
-
-        columns = Columns(slots, generations, rows, parent_rows, hashes, places, sums)
+        columns = Columns(
+            slots,
+            generations,
+            rows := key_rows(keys, count, "keys"),
+            key_rows(parents, count, "parents"),
+            as_u64(engine_hashes),
+            np.ascontiguousarray(positions, dtype=np.uint32),
+            as_u64(checksums).reshape(count, self.layout.ranks),
+        )
+        for name, column in columns._asdict().items():
+            if len(column) != count:
+                raise ValueError(f"{name} has {len(column)} entries, slots has {count}")
         meta = self._meta
         if self._backend.all_new(meta.control, meta.buckets, meta.keys, slots, generations, rows):
             # The usual case: every slot is granted, every key new.
-            none = np.zeros(count, dtype=np.bool_)
             committed = self._admit(columns, keys, parents, now_s)
+            none = np.zeros(count, dtype=np.bool_)
             return CommitResult(committed, none, ~committed, none)
         found = self.lookup(keys)
         committed = (found.slots == slots) & (found.generations == generations) & (slots >= 0)
@@ -269,6 +272,47 @@ class Pool(Holds):
         if duplicate.any():
             self._release(slots[duplicate])
         return CommitResult(committed, duplicate, refused, ~(committed | unwanted))
+
+    def commit_filled(
+        self,
+        slots: bytes,
+        generations: bytes,
+        keys: bytes,
+        parents: bytes,
+        engine_hashes: bytes,
+        positions: bytes,
+        checksums: bytes,
+        now_s: float,
+    ) -> int | None:
+        """:meth:`commit` of blobs, in the usual case: every slot is granted, and every key new and wanted.
+
+        Returns how many were published, where the index had room. None, and nothing is changed, in any other
+        case. Blobs of int32, uint64, 16 bytes, 16 bytes, uint64, uint32 and, [n, ranks], uint64. Somebody may
+        wait for the control words: no array is made before they are written.
+        """
+        meta, backend = self._meta, self._backend
+        if not self._admits_all or not backend.all_new(
+            meta.control, meta.buckets, meta.keys, slots, generations, keys
+        ):
+            return None
+        indexed: Mask = np.empty(len(slots) // 4, dtype=np.bool_)
+        count, digest = backend.publish(
+            self._directory,
+            slots,
+            generations,
+            keys,
+            parents,
+            engine_hashes,
+            positions,
+            checksums,
+            indexed,
+            now_s,
+        )
+        granted = Granted(np.frombuffer(slots, np.int32), np.frombuffer(generations, np.uint64))
+        self._published(granted, indexed, count, digest)
+        if count < len(indexed):
+            self._release(granted.slots[~indexed])
+        return count
 
     def commit_new(
         self,
@@ -307,13 +351,16 @@ class Pool(Holds):
         """Granted slots to READY; a mask of those the index had room for."""
         indexed: Mask = np.empty(len(columns.slots), dtype=np.bool_)
         count, digest = self._backend.publish(self._directory, *columns, indexed, now_s)
-        slots, generations = columns.slots, columns.generations
-        if count < len(slots):
-            slots, generations = slots[indexed], generations[indexed]
-        self._stored.append(Granted(slots, generations))
+        self._published(Granted(columns.slots, columns.generations), indexed, count, digest)
+        return indexed
+
+    def _published(self, granted: Granted, indexed: Mask, count: int, digest: int) -> None:
+        """``count`` of these slots, those in ``indexed``, are READY and in the index now."""
+        if count < len(indexed):
+            granted = Granted(granted.slots[indexed], granted.generations[indexed])
+        self._stored.append(granted)
         self._ready += count
         self._digest ^= digest
-        return indexed
 
     def give_back(self, slots: I32, generations: U64) -> int:
         """Free granted slots that will not be filled: GRANTED to FREE. Returns how many were."""

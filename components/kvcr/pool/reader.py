@@ -103,6 +103,12 @@ class PoolReader:
         )
         return found
 
+    def hits(self, keys: bytes) -> int:
+        """How many of these blocks are here."""
+        count, meta = len(keys) // KEY_BYTES, self._meta
+        slots, generations = np.empty(count, np.int32), np.empty(count, np.uint64)
+        return self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, slots, generations)
+
     def find(self, keys: bytes) -> Found:
         """:meth:`lookup`, with the checksums of what is found."""
         count, meta = len(keys) // KEY_BYTES, self._meta

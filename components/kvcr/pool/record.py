@@ -13,6 +13,8 @@ from kvcr.pool import native
 from kvcr.pool.meta import Meta
 from kvcr.pool.state import F64, I32, U32, U64, Mask, generations_of
 
+_WORD = np.dtype(np.uint64)
+
 
 class Granted(NamedTuple):
     """Slots that their owner, and nobody else, may fill."""
@@ -111,7 +113,7 @@ def key_rows(blob: bytes, count: int, name: str) -> U64:
     """A blob of keys as uint64 [count, 2]. Raises ValueError when it has another length."""
     if len(blob) != count * KEY_BYTES:
         raise ValueError(f"{name} has {len(blob)} bytes, expected {count} of {KEY_BYTES} bytes")
-    return np.frombuffer(blob, dtype=np.uint64).reshape(count, 2)
+    return np.frombuffer(blob, dtype=_WORD).reshape(count, 2)
 
 
 def first_of_each(rows: U64) -> Mask:
