@@ -8,6 +8,7 @@ faster than computing: the tests look at tokens and counters, not at the clock.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
     made: list[Side] = []
     try:
         for name in ("a", "b"):
-            pool = SHM / f"kvcr-conn-{logs.name}-{name}"
+            pool = SHM / f"kvcr-conn-{os.getpid()}-{name}"
             guard, ready = start_guard(f"conn-{name}", pool, POOL_BYTES, logs)
             extra = {
                 "socket": ready["socket"],
