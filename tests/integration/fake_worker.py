@@ -27,6 +27,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from dynamo.llm import (
     register_model,
 )
 from dynamo.runtime import Context, DistributedRuntime
+from tiny_tokenizer import READY, tokenize
 from toy_engine import ToyEngine
 
 from router_hints.names import extend_names
@@ -116,11 +118,14 @@ async def main(options: argparse.Namespace) -> None:
                 block_hashes=hashes[:blocks],
             )
 
+    ready = tokenize(Path(options.model_path), READY)
+
     async def generate(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
         behaviour, _, only = (context.metadata.get("behaviour") or "").partition(":")
         if only not in ("", options.name):
             behaviour = ""
-        say("request", id=context.id(), metadata=context.metadata.copy(), request=request)
+        if list(request["token_ids"]) != ready:
+            say("request", id=context.id(), metadata=context.metadata.copy(), request=request)
         if behaviour == "error":
             raise ValueError("this worker was asked to fail")
         if behaviour == "hang":

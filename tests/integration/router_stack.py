@@ -25,12 +25,11 @@ from typing import Any
 
 from kvcr.graph.infra import Server, free_port, start_etcd, start_nats
 from kvcr.harness import Harness
+from tests.integration.tiny_tokenizer import READY
 from tests.integration.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
-READY = "ready?"
-"""What is asked until it is answered. On a busy machine one that was given up reaches a worker later."""
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:

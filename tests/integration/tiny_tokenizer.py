@@ -19,6 +19,17 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+READY = "ready?"
+"""What is asked until it is answered. On a busy machine one that was given up reaches a worker later: workers
+do not tell of it."""
+
+
+def tokenize(model: Path, prompt: str) -> list[int]:
+    """Of one message of a user, as the stock frontend sends it to workers."""
+    encoder = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = encoder.encode(f"<|user|>{prompt}<|assistant|>").ids
+    return ids
+
 
 def write_model(directory: Path, *, context_length: int = 8192) -> Path:
     """Write the directory (created when missing) and return it."""

@@ -26,7 +26,7 @@ Write = Callable[[bytes], None]
 
 
 def worker(label: str, instance_id: int = 7) -> Worker:
-    return Worker(label, f"worker-{label}", 1, "http://w", instance_id, "guard", 2, "http://g", Path("/x"))
+    return Worker(label, f"worker-{label}", 1, "http://w", instance_id, "guard", "http://g", Path("/x"))
 
 
 A, B = worker("A", 71), worker("B", 72)
