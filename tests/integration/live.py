@@ -41,8 +41,7 @@ from kvcr.protocol.engine import (
 from kvcr.protocol.events import FetchPayload
 from tests.integration.router_stack import BLOCK, Stack, Worker, at_once, until
 from tests.integration.test_router import prompt_of
-from tests.integration.tiny_tokenizer import tokenize
-from tests.integration.tiny_tokenizer import write_model
+from tests.integration.tiny_tokenizer import tokenize, write_model
 
 ANSWER = [72, 73, 74]
 """What a fake worker decodes."""

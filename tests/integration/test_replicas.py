@@ -17,8 +17,7 @@ import pytest
 from kvcr.harness import headers
 from tests.integration.router_stack import Part, Stack, Worker, at_once, until
 from tests.integration.test_router import prompt_of
-from tests.integration.tiny_tokenizer import tokenize
-from tests.integration.tiny_tokenizer import write_model
+from tests.integration.tiny_tokenizer import tokenize, write_model
 
 pytestmark = pytest.mark.timeout(240)
 
