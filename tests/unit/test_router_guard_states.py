@@ -71,16 +71,16 @@ def test_what_a_guard_cannot_read_is_known_until_it_says_otherwise_or_is_gone(kn
     known.guards.put(Guard("g1", 1, "tcp://10.0.0.2:7100", "dynamo"))
     known.guards.heard_unready("g0", ("g1",))
     known.guards.heard_unready("nobody", ("g1",))
-    assert known.guards.topology.open(sources, targets).tolist() == [[False, True], [True, True]]
+    assert known.guards.topology.paths(sources, targets).open.tolist() == [[False, True], [True, True]]
     # It is part of what a plan is made from, and made again from.
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(known.guards.topology), type=Topology)
-    assert again.open(sources, targets).tolist() == [[False, True], [True, True]]
+    assert again.paths(sources, targets).open.tolist() == [[False, True], [True, True]]
     known.guards.heard_unready("g0", ())
-    assert known.guards.topology.open(sources, targets).all()
+    assert known.guards.topology.paths(sources, targets).open.all()
     known.guards.heard_unready("g0", ("g1",))
     known.guards.drop("g0")
     known.record(state="STANDBY", epoch=1)
-    assert known.guards.topology.open(sources, targets).all()
+    assert known.guards.topology.paths(sources, targets).open.all()
 
 
 def test_a_death_told_late_does_not_touch_the_successor(known: Known) -> None:
