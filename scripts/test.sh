@@ -10,6 +10,8 @@ stages=("$@")
 [ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
+# pytest ends by itself on Ctrl-C, and the stages after it would run.
+trap 'exit 130' INT
 summary=()
 failed=()
 status=0
@@ -77,7 +79,7 @@ for stage in "${stages[@]}"; do
     count=$((count + 1))
     printf '\n==== stage %d/%d: %s ====\n' "$count" "${#stages[@]}" "$stage"
     started=$SECONDS
-    run_stage "$stage" 2>&1 | tee "$logs/$stage"
+    run_stage "$stage" 2>&1 | tee -i "$logs/$stage"
     code=${PIPESTATUS[0]}
     result=passed
     # pytest says "no tests collected" with 5.

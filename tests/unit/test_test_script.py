@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.integration.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,15 +33,44 @@ echo '2026-01-01 WARN library: goodbye'
 [ "${@: -1}" = tests/unit ]
 """
 
+# Ends at Ctrl-C in its own way, as pytest does.
+PATIENT = """#!/usr/bin/env bash
+sleep 60 &
+trap 'kill $!; exit 2' INT
+touch begun-$$
+wait
+"""
+
+
+def put_scripts(directory: Path, python: str) -> None:
+    """The script, and what it takes for the environment's Python."""
+    (directory / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "test.sh", directory / "scripts")
+    (directory / "scripts" / "lint.sh").write_text("printf 'a.py:1 is too long\\n\\n'; exit 3\n")
+    path = directory / ".venv" / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text(python)
+    path.chmod(0o755)
+
+
+def test_ctrl_c_ends_every_call_and_begins_no_other_stage(tmp_path: Path) -> None:
+    put_scripts(tmp_path, PATIENT)
+    with subprocess.Popen(
+        ["bash", "scripts/test.sh", "unit", "lint"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, "both calls have begun")
+        os.killpg(run.pid, signal.SIGINT)
+        # The pipe ends with the last process that holds it.
+        said, _ = run.communicate(timeout=30)
+    assert (run.returncode, "stage 2/2" in said) == (130, False)
+
 
 def test_the_last_lines_name_what_failed(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "test.sh", tmp_path / "scripts")
-    (tmp_path / "scripts" / "lint.sh").write_text("printf 'a.py:1 is too long\\n\\n'; exit 3\n")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTEST)
-    python.chmod(0o755)
+    put_scripts(tmp_path, PYTEST)
     done = subprocess.run(
         ["bash", "scripts/test.sh", "unit", "integration", "lint"],
         cwd=tmp_path,
