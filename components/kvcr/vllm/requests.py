@@ -51,6 +51,6 @@ class SchedulerCounters:
     fetches: int = 0
     lease_timeouts: int = 0
     keyless_blocks: int = 0
-    unsaved_blocks: int = 0
+    short_of_slots: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     """Hints and parts of hints that were not used, by reason"""

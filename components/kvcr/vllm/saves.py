@@ -140,7 +140,7 @@ class Saves:
             positions, keys = positions[fresh], state.chain.rows(positions[fresh]).tolist()
         left = start + len(present)
         if len(positions) > budget:
-            counters.unsaved_blocks += 1
+            counters.short_of_slots += 1
             left = int(positions[budget])
             positions, keys = positions[:budget], keys[:budget]
         self._assigned.update(keys)

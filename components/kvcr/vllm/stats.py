@@ -32,7 +32,7 @@ COUNTERS = {
     "fetches": "Fetches asked from the guard",
     "lease_timeouts": "Requests that went on without the lease reply of their fetch",
     "keyless_blocks": "Prompt blocks without a key (multimodal or prompt embeddings)",
-    "unsaved_blocks": "Times a step had more blocks to save than granted slots",
+    "short_of_slots": "Times a step had more blocks to save than granted slots",
 }
 LABELLED = {
     "failed_blocks": ("status", "Blocks of loads that did not arrive, by BlockStatus"),
@@ -67,7 +67,7 @@ class KvcrStats(KVConnectorStats):  # type: ignore[misc]
             fetches=counters.fetches,
             lease_timeouts=counters.lease_timeouts,
             keyless_blocks=counters.keyless_blocks,
-            unsaved_blocks=counters.unsaved_blocks,
+            short_of_slots=counters.unsaved_blocks,
             skipped_hints=dict(counters.skipped),
         )
 
