@@ -144,8 +144,9 @@ class Scene:
                 runs.append(SourceRun(holder.name, holder.endpoint, first, count, count * holder.block_bytes))
         return tuple(runs)
 
-    def moves(self, row: int) -> bool:
-        """Whether the copies leave their source: a session that slept, alone with its blocks, goes to
+    @property
+    def moves(self) -> bool:
+        """Whether copies leave their source: a session that slept, alone with its blocks, goes to
         another home because its old one is busy by trend."""
         turn = self.request.turn
         sleeper = turn.kind is Kind.WAKE_UP or turn.idle_s >= LONG_IDLE_S

@@ -80,7 +80,7 @@ def plan(
         reason, again_in_s = _not_now(request.turn, scene.raw_fetch_s[row])
         if reason is not None:
             sources = ()
-    moves = bool(sources) and scene.moves(row)
+    moves = bool(sources) and scene.moves
     if moves:
         shared = request.session.shared_blocks
         sources = tuple(part for run in sources for part in _split(run, shared))
