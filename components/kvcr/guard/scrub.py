@@ -95,13 +95,10 @@ class Scrubber:
 
         ``done`` is called afterwards. Raises ProtocolError when the arrays differ in length.
         """
-        _require_pairs(slots, generations)
-        current = self._current()
-        if current is None:
+        named = self._named(slots, generations)
+        if named is None:
             return
-        pool, local = current
-        inside = (slots >= 0) & (slots < pool.slots)
-        slots, generations = slots[inside], generations[inside]
+        pool, local, slots, generations = named
         # Leased, so that they are not evicted and filled anew while they are hashed.
         held = pool.lease(slots, generations)
         slots, generations = slots[held], generations[held]
@@ -143,13 +140,10 @@ class Scrubber:
         At once, because the engine computes these blocks again: what it stores next must be no duplicate.
         Raises ProtocolError when the arrays differ in length.
         """
-        _require_pairs(slots, generations)
-        current = self._current()
-        if current is None:
+        named = self._named(slots, generations)
+        if named is None:
             return
-        pool, local = current
-        inside = (slots >= 0) & (slots < pool.slots)
-        slots, generations = slots[inside], generations[inside]
+        pool, local, slots, generations = named
         here = pool.still(slots, generations)
         slots, generations = slots[here], generations[here]
         if not pool.quarantine(slots, generations):
@@ -167,6 +161,18 @@ class Scrubber:
 
         self._movers.submit(lambda: local.checksums(slots), hashed)
 
+    def _named(
+        self, slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]
+    ) -> tuple[Pool, LocalRegions, npt.NDArray[np.int32], npt.NDArray[np.uint64]] | None:
+        """The pool and what reads it, and the pairs that name slots of it; None without a pool."""
+        if len(slots) != len(generations):
+            raise ProtocolError(f"{len(slots)} corrupt slots, {len(generations)} generations")
+        current = self._current()
+        if current is None:
+            return None
+        inside = (slots >= 0) & (slots < current[0].slots)
+        return *current, slots[inside], generations[inside]
+
     def found(self, pool: Pool) -> None:
         """A pool was attached: what the guard before had in quarantine, and would have freed."""
         self._requalify_later(pool, *pool.quarantined())
@@ -180,8 +186,3 @@ class Scrubber:
                 pool.requalify(slots, generations)
 
         self._loop.later(QUARANTINE_S, requalify)
-
-
-def _require_pairs(slots: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-    if len(slots) != len(generations):
-        raise ProtocolError(f"{len(slots)} corrupt slots, {len(generations)} generations")
