@@ -7,7 +7,7 @@ help:
 	@echo "make demo               one document, two workers: computed on one, pulled by the other"
 	@echo "make demo SCENE=agent   forks, pauses and a compaction of an agent: each signal, its plan, what moved"
 	@echo "make demo SCENE=failover  an engine killed while it answers, with KVCR and without (ten minutes)"
-	@echo "make test               lint, unit, integration, crash, e2e, wheel, docs; STAGES='unit e2e' for some of them"
+	@echo "make test               lint, unit, integration, crash, e2e, wheel, docs, compose; STAGES='unit e2e' for some of them"
 	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
 	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
 	@echo "make docs               regenerate what is generated (settings, reference, deploy files), build the site"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs; and compose, only when it is named.
+# All checks, in stages: lint, unit, integration, crash, e2e, wheel, docs, compose.
 # `scripts/test.sh unit e2e` runs only those. Every stage runs even when an earlier one failed; the exit code is 0 only
 # when all passed. The last lines say what failed: of a long log, that is what people see.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs)
+[ ${#stages[@]} -gt 0 ] || stages=(lint unit integration crash e2e wheel docs compose)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 # pytest ends by itself on Ctrl-C, and the stages after it would run.

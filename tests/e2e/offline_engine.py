@@ -170,6 +170,10 @@ def _serve(settings: dict[str, Any]) -> None:
                 ]
             )
         elif verb == "reset":
+            # Blocks of an answer are in use until they are saved.
+            until_s = time.monotonic() + 10.0
+            while not llm.reset_prefix_cache() and time.monotonic() < until_s:
+                time.sleep(0.02)
             _reply(llm.reset_prefix_cache(reset_connector=request["connector"]))
         elif verb == "timeline":
             _reply(_timeline(llm.llm_engine, request["requests"]))
