@@ -67,7 +67,7 @@ class KvcrStats(KVConnectorStats):  # type: ignore[misc]
             fetches=counters.fetches,
             lease_timeouts=counters.lease_timeouts,
             keyless_blocks=counters.keyless_blocks,
-            short_of_slots=counters.unsaved_blocks,
+            short_of_slots=counters.short_of_slots,
             skipped_hints=dict(counters.skipped),
         )
 
