@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvcr.keys import KEY_BYTES
 from kvcr.layout import Layout
 from kvcr.pool import chains, native
 from kvcr.pool.meta import DATA, Meta
-from kvcr.pool.reader import Hits
+from kvcr.pool.reader import Hits, look_up
 from kvcr.pool.record import Granted, Record, SnapshotPage
 from kvcr.pool.region import DataRegion, RegionInfo
 from kvcr.pool.state import (
@@ -48,16 +47,11 @@ class Contents:
 
     def lookup(self, keys: bytes) -> Hits:
         """Slot (-1: miss) and generation of each 16-byte key."""
-        found = Hits(np.empty(len(keys) // KEY_BYTES, np.int32), np.empty(len(keys) // KEY_BYTES, np.uint64))
-        meta = self._meta
-        self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, found.slots, found.generations)
-        return found
+        return look_up(self._backend, self._meta, keys)[0]
 
     def hits(self, keys: bytes) -> int:
         """How many of these blocks are here."""
-        count, meta = len(keys) // KEY_BYTES, self._meta
-        slots, generations = np.empty(count, np.int32), np.empty(count, np.uint64)
-        return self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, slots, generations)
+        return look_up(self._backend, self._meta, keys)[1]
 
     def still(self, slots: I32, generations: U64) -> Mask:
         """Whether each slot is READY in that generation."""

@@ -24,6 +24,14 @@ class Hits(NamedTuple):
     """0 for a miss"""
 
 
+def look_up(backend: native.Backend, meta: Meta, keys: bytes) -> tuple[Hits, int]:
+    """Where blocks are, of 16-byte keys one after the other, and how many are here."""
+    count = len(keys) // KEY_BYTES
+    found = Hits(np.empty(count, np.int32), np.empty(count, np.uint64))
+    hits = backend.lookup(keys, meta.buckets, meta.control, meta.keys, found.slots, found.generations)
+    return found, hits
+
+
 class Found(NamedTuple):
     """Where blocks are and what is recorded of them, one entry per key asked for."""
 
@@ -97,17 +105,11 @@ class PoolReader:
 
     def lookup(self, keys: bytes) -> Hits:
         """Slot and generation of each 16-byte key. A miss is always possible, a wrong hit is not."""
-        found = Hits(np.empty(len(keys) // KEY_BYTES, np.int32), np.empty(len(keys) // KEY_BYTES, np.uint64))
-        self._backend.lookup(
-            keys, self._meta.buckets, self._meta.control, self._meta.keys, found.slots, found.generations
-        )
-        return found
+        return look_up(self._backend, self._meta, keys)[0]
 
     def hits(self, keys: bytes) -> int:
         """How many of these blocks are here."""
-        count, meta = len(keys) // KEY_BYTES, self._meta
-        slots, generations = np.empty(count, np.int32), np.empty(count, np.uint64)
-        return self._backend.lookup(keys, meta.buckets, meta.control, meta.keys, slots, generations)
+        return look_up(self._backend, self._meta, keys)[1]
 
     def find(self, keys: bytes) -> Found:
         """:meth:`lookup`, with the checksums of what is found."""
