@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +113,17 @@ def test_a_check_that_takes_too_long_is_no_proof(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _name: object())
     check = doctor.check_nixl()
     assert (check.outcome, "no answer within 0.01 s" in check.detail) == (Outcome.WARN, True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="needs a NIXL wheel")
+def test_the_extra_nixl_is_enough_for_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # dynamo-kvcr[nixl] installs nixl-cu12, and no package of the name nixl.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nixl'] = None\n")
+    components = Path(__file__).resolve().parents[2] / "components"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, components))))
+    check = doctor.check_nixl()
+    assert check.outcome is Outcome.OK, check.detail
+    assert "UCX" in check.detail
 
 
 def test_an_engine_without_a_compiler_is_reported_before_its_first_sampled_request(

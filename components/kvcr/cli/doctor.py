@@ -54,12 +54,15 @@ done = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 
 sys.exit(0 if done == size and target.raw == b"kvcr" * (size // 4) else ctypes.get_errno() or 1)
 """
 
+# From the wheel that guards would take: the package ``nixl`` itself need not be there.
 _LIST_NIXL_PLUGINS = """
 import json
-from nixl._api import nixl_agent, nixl_agent_config
-agent = nixl_agent("kvcr-doctor", nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+from kvcr.transfer.nixl_api import api
+make_agent, configuration = api()
+agent = make_agent("kvcr-doctor", configuration(backends=["UCX"], enable_prog_thread=False))
 print("plugins " + json.dumps(list(agent.get_plugin_list())))
 """
+_NIXL_WHEELS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 
 
 class Outcome(enum.StrEnum):
@@ -185,10 +188,10 @@ def check_native() -> Check:
 
 def check_nixl() -> Check:
     """NIXL with its UCX plugin: needed between hosts only."""
-    if importlib.util.find_spec("nixl") is None and importlib.util.find_spec("nixl_cu12") is None:
+    if all(importlib.util.find_spec(name) is None for name in _NIXL_WHEELS):
         return Check(
             "nixl", Outcome.WARN, "not installed: blocks move within this host only; "
-            "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+            "pip install --no-deps nixl-cu12==1.5.1"
         )  # fmt: skip
     done = _python(_LIST_NIXL_PLUGINS)
     line = next((line for line in done.stdout.splitlines() if line.startswith("plugins ")), None)
