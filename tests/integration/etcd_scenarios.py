@@ -143,6 +143,12 @@ async def a_watch_lists_and_follows(client: EtcdClient, _: Server) -> None:
         await follower.reaches({"/watch/a": b"3", "/watch/b": b"2"})
         await client.delete("/watch/a")
         await follower.reaches({"/watch/b": b"2"})
+        # Whoever may write to etcd may write keys that are no text.
+        await client.put(b"/watch/\xff", b"4")  # type: ignore[arg-type]
+        await follower.reaches({"/watch/b": b"2", "/watch/\\xff": b"4"})
+        assert len((await client.get_prefix("/watch/")).values) == 2
+        await client.delete(b"/watch/\xff")  # type: ignore[arg-type]
+        await follower.reaches({"/watch/b": b"2"})
         # A user must learn that there is nothing, too.
         assert empty.batches == 1
         assert empty.content == {}

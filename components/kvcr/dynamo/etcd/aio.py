@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -26,10 +26,9 @@ from kvcr.dynamo.etcd.base import (
     KeyValue,
     LeaseNotFound,
     Listing,
-    changes_of,
     prefix_end,
 )
-from kvcr.dynamo.etcd.messages import DELETE_EVENT, rpc, stubs, watch_request
+from kvcr.dynamo.etcd.messages import changes_in, entry_of, rpc, stubs, watch_request
 
 T = TypeVar("T")
 
@@ -71,13 +70,13 @@ class AioClient(EtcdClient):
 
     async def get(self, key: str) -> KeyValue | None:
         answer = await self._call(f"get {key}", lambda: self._kv.get(key, timeout=self._timeout_s))
-        return _entry(answer.kvs[0]) if answer.kvs else None
+        return entry_of(answer.kvs[0]) if answer.kvs else None
 
     async def get_prefix(self, prefix: str) -> Listing:
         answer = await self._call(
             f"list {prefix}", lambda: self._kv.get(prefix, prefix_end(prefix), timeout=self._timeout_s)
         )
-        return Listing([_entry(kv) for kv in answer.kvs], answer.header.revision)
+        return Listing([entry_of(kv) for kv in answer.kvs], answer.header.revision)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> None:
         await self._call(
@@ -157,7 +156,7 @@ class AioClient(EtcdClient):
                 if answer is grpc.aio.EOF or answer.canceled or answer.compact_revision:
                     return
                 if answer.events:
-                    yield changes_of([(_entry(e.kv), e.type == DELETE_EVENT) for e in answer.events])
+                    yield changes_in(answer)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # InvalidStateError: the call ended before the request was written.
             raise EtcdUnavailable(f"watch {prefix}: {error}") from error
@@ -209,7 +208,3 @@ async def _target(addresses: Sequence[tuple[str, int]]) -> str:
     if not found:
         raise EtcdUnavailable(f"none of the etcd hosts {', '.join(host for host, _ in addresses)} resolves")
     return "ipv4:" + ",".join(dict.fromkeys(found))
-
-
-def _entry(kv: Any) -> KeyValue:
-    return KeyValue(kv.key.decode(), kv.value, kv.lease, kv.mod_revision)

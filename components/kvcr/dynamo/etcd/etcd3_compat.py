@@ -29,10 +29,9 @@ from kvcr.dynamo.etcd.base import (
     KeyValue,
     LeaseNotFound,
     Listing,
-    changes_of,
     prefix_end,
 )
-from kvcr.dynamo.etcd.messages import DELETE_EVENT, rpc, stubs, watch_request
+from kvcr.dynamo.etcd.messages import changes_in, entry_of, rpc, stubs, watch_request
 from kvcr.errors import ConfigError
 
 T = TypeVar("T")
@@ -83,11 +82,11 @@ class Etcd3CompatClient(EtcdClient):
 
     async def get(self, key: str) -> KeyValue | None:
         answer = await self._call(f"get {key}", lambda: self._client.get_response(key))
-        return _entry(answer.kvs[0]) if answer.kvs else None
+        return entry_of(answer.kvs[0]) if answer.kvs else None
 
     async def get_prefix(self, prefix: str) -> Listing:
         answer = await self._call(f"list {prefix}", lambda: self._client.get_prefix_response(prefix))
-        return Listing([_entry(kv) for kv in answer.kvs], answer.header.revision)
+        return Listing([entry_of(kv) for kv in answer.kvs], answer.header.revision)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> None:
         await self._call(f"put {key}", lambda: self._client.put(key, value, lease=lease or None), lease)
@@ -163,7 +162,7 @@ class Etcd3CompatClient(EtcdClient):
                 if answer is None or answer.canceled or answer.compact_revision:
                     return
                 if answer.events:
-                    yield changes_of([(_entry(e.kv), e.type == DELETE_EVENT) for e in answer.events])
+                    yield changes_in(answer)
         finally:
             finished.set()
             stream.cancel()
@@ -181,7 +180,3 @@ class Etcd3CompatClient(EtcdClient):
                 raise LeaseNotFound(f"{what}: lease {lease:x} has expired or was revoked") from error
             kind = EtcdUnavailable if code in _TRANSIENT else EtcdError
             raise kind(f"etcd did not {what}: {error}") from error
-
-
-def _entry(kv: Any) -> KeyValue:
-    return KeyValue(kv.key.decode(), kv.value, kv.lease, kv.mod_revision)
