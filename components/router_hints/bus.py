@@ -136,7 +136,7 @@ class Bus:
                     reconnected_cb=self._reconnected,
                 )
                 break
-            except (nats.errors.Error, OSError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001, keys and files that are wrong raise what they like
                 await self._troubled(error)
                 await asyncio.sleep(_RECONNECT_S)
         self._client = client

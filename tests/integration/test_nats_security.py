@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 from pathlib import Path
 
 import nats
@@ -10,8 +13,12 @@ import pytest
 from nkeys import encode_seed, from_seed
 
 from kvcr.dynamo.nats_options import nats_options
+from kvcr.dynamo.polling import poll
+from kvcr.dynamo.publisher import Publisher
 from kvcr.errors import ConfigError
 from kvcr.graph import infra
+from kvcr.metrics import Registry
+from router_hints.bus import Bus
 from tests.certificates import make_certificates
 
 SEED = encode_seed(bytes(range(32)), 20 << 3)
@@ -106,3 +113,37 @@ def test_a_missing_file_is_named() -> None:
         nats_options({"NATS_TLS_CA_CERT_PATH": "/nowhere/ca.pem"})
     with pytest.raises(ConfigError, match=r"NATS_AUTH_CREDENTIALS_FILE='/nowhere/u.creds'"):
         nats_options({"NATS_AUTH_CREDENTIALS_FILE": "/nowhere/u.creds"})
+
+
+BAD = {"NATS_AUTH_NKEY": "nonsense", "NATS_TLS_CA_CERT_PATH": "/nowhere/ca.pem"}
+
+
+@pytest.mark.parametrize("variable", BAD)
+async def test_credentials_that_are_wrong_are_told_and_taken_once_they_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+) -> None:
+    server = _server(tmp_path, CASES["nkey"][0])
+    monkeypatch.setenv("NATS_SERVER", server.url)
+    monkeypatch.setenv("NATS_AUTH_NKEY", SEED.decode())
+    monkeypatch.setenv(variable, BAD[variable])
+    registry = Registry()
+    publisher = Publisher(
+        "dynamo", "g0", registry.counter("published_total", "."), registry.counter("dropped_total", ".")
+    )
+    bus = Bus(server.url, "router", lambda: None)
+    publishing = asyncio.create_task(publisher.run())
+    try:
+        with caplog.at_level(logging.WARNING):
+            bus.start()
+            for logger in ("kvcr.dynamo.publisher", "router_hints.bus"):
+                told = await poll(lambda name=logger: [r for r in caplog.records if r.name == name], 10)  # type: ignore[misc]
+                assert told, f"{logger} says nothing"
+        monkeypatch.delenv(variable)
+        monkeypatch.setenv("NATS_AUTH_NKEY", SEED.decode())
+        assert await poll(lambda: publisher.connected and bus.connected, 10)
+    finally:
+        publishing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await publishing
+        await bus.close()
+        server.stop()

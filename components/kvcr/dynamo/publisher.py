@@ -125,7 +125,7 @@ class Publisher:
                     reconnected_cb=connected,
                 )
                 return
-            except (OSError, TimeoutError, nats.errors.Error) as error:
+            except Exception as error:  # noqa: BLE001, keys and files that are wrong raise what they like
                 self._report(f"NATS: {type(error).__name__}: {error}")
                 await asyncio.sleep(RECONNECT_WAIT_S)
 
