@@ -160,6 +160,29 @@ def test_service_args_out_of_range_are_refused(service: dict[str, Any], words: s
     assert words in refused({"VllmWorker": {"ServiceArgs": service}})
 
 
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"Frontend": {"ServiceArgs": {"args": "--help"}}}, "Frontend.ServiceArgs.args is '--help'"),
+        ({"Frontend": {"ServiceArgs": {"args": 5}}}, "Frontend.ServiceArgs.args is 5"),
+        ({"Frontend": {"common-configs": "model"}}, "Frontend.common-configs is 'model'"),
+        ({8000: {}}, "unknown component 8000"),
+        ({"Frontend": {8000: 1}}, "unknown key Frontend.8000"),
+    ],
+)
+def test_yaml_of_another_kind_than_expected_is_refused_by_place(document: dict[Any, Any], words: str) -> None:
+    assert words in refused(document)
+
+
+def test_what_is_no_yaml_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_bytes(b"Frontend: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"graph\.yaml is not YAML"):
+        load_graph(path)
+    with pytest.raises(ConfigError, match=r"--Frontend\.http-port: '\[' is not YAML"):
+        load_graph(AGG, [("Frontend.http-port", "[")])
+
+
 def test_each_worker_has_exactly_one_guard() -> None:
     message = refused(
         {"VllmWorker": {"ServiceArgs": {"workers": 2}}, "Guard": {"ServiceArgs": {"workers": 3}}}
@@ -275,6 +298,15 @@ def test_settings_of_the_connector_are_merged_with_ours(ports: PortBook, model: 
     engine = json.loads(flag(named(plan, "worker-0"), "--kv-transfer-config"))["kv_connector_extra_config"]
     assert engine["verify_loads"] is False
     assert engine["socket"]
+
+
+@pytest.mark.parametrize("given", [True, "5", [1]])
+def test_settings_of_the_connector_that_are_none_are_refused(
+    given: Any, ports: PortBook, model: Path, tmp_path: Path
+) -> None:
+    worker = {"model": str(model), "kv-transfer-config": given}
+    with pytest.raises(ConfigError, match="is no mapping"):
+        plan_of({"Etcd": {}, "Nats": {}, "VllmWorker": worker}, ports, tmp_path)
 
 
 def test_the_connector_can_be_switched_off(ports: PortBook, model: Path, tmp_path: Path) -> None:

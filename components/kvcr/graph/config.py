@@ -260,15 +260,12 @@ def _component(
     kind: Kind, body: Mapping[str, Value], common: Mapping[str, Value], taken: set[str], source: str
 ) -> Component:
     place = kind.value
-    wanted = body.get(COMMON_CONFIGS) or []
-    if not isinstance(wanted, list):
-        raise ConfigError(f"{source}: {place}.{COMMON_CONFIGS} is {wanted!r}; expected a list of names")
     params: dict[str, Value] = {}
-    for key in wanted:
+    for key in _list(body.get(COMMON_CONFIGS), f"{place}.{COMMON_CONFIGS}", source):
         if key not in common:
             raise ConfigError(
                 f"{source}: {place}.{COMMON_CONFIGS} names {key!r}, which {COMMON} does not have"
-                f"{_nearest(str(key), common)}"
+                f"{_nearest(key, common)}"
             )
         taken.add(key)
         params[key] = common[key]
@@ -304,7 +301,7 @@ def _service_args(body: Mapping[str, Value], component: str, source: str) -> Ser
     service = ServiceArgs(
         resources=_mapping(body.get("resources"), f"{place}.resources", source),
         env=_environment(_mapping(body.get("env"), f"{place}.env", source)),
-        args=tuple(str(item) for item in body.get("args") or ()),
+        args=tuple(str(item) for item in _list(body.get("args"), f"{place}.args", source)),
     )
     for key in service.resources:
         if key not in ("gpu", "cpu"):
@@ -367,8 +364,17 @@ def _mapping(value: Value, place: str, source: str) -> Mapping[str, Value]:
     return value
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def _list(value: Value, place: str, source: str) -> list[Value]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ConfigError(f"{source}: {place} is {value!r}; expected a list, e.g. [first, second]")
+    return value
+
+
+def _nearest(word: object, known: Iterable[str]) -> str:
+    """``word`` is a key of YAML, which may be a number too."""
+    close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -381,7 +387,7 @@ def _read_yaml(path: Path) -> dict[str, Value]:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"graph file {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"graph file {path} is not YAML: {error}") from error
     if not isinstance(document, dict) or not document:
         raise ConfigError(f"graph file {path}: expected component names at the top level")
@@ -401,4 +407,7 @@ def _override(document: dict[str, Value], dotted: str, text: str) -> None:
         place = place[part]
         if not isinstance(place, dict):
             raise ConfigError(f"--{dotted}: {part} is not a mapping in this graph")
-    place[last] = yaml.safe_load(text)
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--{dotted}: {text!r} is not YAML: {error}") from error

@@ -433,7 +433,9 @@ def _merged(given: Any, defaults: Mapping[str, Any]) -> Any:
             given = json.loads(given)
         except ValueError as error:
             raise ConfigError(f"{given!r} is not JSON: {error}") from error
-    given = given or {}
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{given!r} is no mapping of names to values; write one, or its JSON, or false")
     connector = given.get("kv_connector")
     if connector is not None and connector != defaults.get("kv_connector"):
         return given
