@@ -53,18 +53,27 @@ def opened(paths: RunPaths) -> Iterator[None]:
             raise ConfigError(f"run directory {paths.run_dir} is used by another kvcr serve") from None
         _write_secret(paths.secret)
         paths.pools.mkdir(mode=0o770)
-        pid = os.getpid()
-        owner = {"pid": pid, "start_time": start_time(pid), "run_dir": str(paths.run_dir)}
-        (paths.pools / _OWNER).write_text(json.dumps(owner))
-        _point_latest(paths)
-        try:
+        with _claimed(paths):
+            _point_latest(paths)
             yield
-        finally:
-            shutil.rmtree(paths.pools, ignore_errors=True)
-            for name in ("etcd", "nats"):
-                shutil.rmtree(paths.run_dir / name, ignore_errors=True)
-            paths.secret.unlink(missing_ok=True)
-            (paths.run_dir / TARGETS_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def _claimed(paths: RunPaths) -> Iterator[None]:
+    """Say whose the pools are, by a lock that a launcher in another PID namespace sees too."""
+    try:
+        with (paths.pools / _OWNER).open("w") as claim:
+            fcntl.flock(claim, fcntl.LOCK_EX)
+            pid = os.getpid()
+            json.dump({"pid": pid, "start_time": start_time(pid), "run_dir": str(paths.run_dir)}, claim)
+            claim.flush()
+            yield
+    finally:
+        shutil.rmtree(paths.pools, ignore_errors=True)
+        for name in ("etcd", "nats"):
+            shutil.rmtree(paths.run_dir / name, ignore_errors=True)
+        paths.secret.unlink(missing_ok=True)
+        (paths.run_dir / TARGETS_FILE).unlink(missing_ok=True)
 
 
 def write_state(paths: RunPaths, state: Mapping[str, Any]) -> None:
@@ -91,8 +100,13 @@ def sweep_dead_runs() -> list[str]:
     """End the processes and remove the pools of runs whose launcher was killed; says what it did."""
     swept: list[str] = []
     for owner_file in SHM.glob(f"kvcr-*/{_OWNER}"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            owner = json.loads(owner_file.read_text())
+        # A claim that is held is an OSError too.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), owner_file.open() as claim:
+            # Anybody may write there, and name the processes of others.
+            if os.fstat(claim.fileno()).st_uid != os.getuid():
+                continue
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = json.load(claim)
             if start_time(owner["pid"]) == owner["start_time"]:
                 continue
             pids = processes_with_env(RUN_DIR_VARIABLE, owner["run_dir"])
