@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,56 @@ def api_page() -> str:
                 continue
             if not thing.__module__.startswith("kvcr."):
                 continue  # Of a library: its words change with its version.
-            lines += ["", f"### {name}", "", _clean(thing.__doc__)]
+            lines += ["", f"### {name}", "", _clean(thing.__doc__), *_fields(thing)]
             for member, function in sorted(vars(thing).items()):
                 public = not member.startswith("_") and callable(getattr(thing, member))
                 if public and inspect.isfunction(_unwrap(function)) and (function.__doc__ or "").strip():
-                    signature = re.sub(
-                        r"<function .*? at 0x[0-9a-f]+>", "...", str(inspect.signature(_unwrap(function)))
-                    )
-                    lines += ["", f"**`{member}{signature}`**", "", _clean(function.__doc__)]
+                    lines += ["", f"**`{member}{_signature(_unwrap(function))}`**", ""]
+                    lines += [_clean(function.__doc__)]
     return "\n".join(lines) + "\n"
+
+
+def _fields(thing: type) -> list[str]:
+    """A table of the public fields of a record, or of the values of an enum, with what stands below each."""
+    (definition,) = ast.parse(inspect.getsource(thing)).body
+    assert isinstance(definition, ast.ClassDef)
+    body = definition.body
+    rows = []
+    for node, below in zip(body, [*body[1:], None], strict=True):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if not isinstance(target, ast.Name) or target.id.startswith("_"):
+            continue
+        text = ""
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = " ".join(_clean(str(below.value.value)).split())
+        kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+        if described := re.match(r"Annotated\[(.*), Meta\(.*description='([^']*)'\)\]$", kind):
+            kind, text = described[1], text or described[2].rstrip(".")
+        default = ast.unparse(node.value) if node.value is not None else ""
+        cells = (target.id, kind.replace("|", "\\|"), default.replace("|", "\\|"))
+        rows.append("| " + " | ".join([*(f"`{cell}`" if cell else "" for cell in cells), text]) + " |")
+    return ["", "| field | type | value | meaning |", "|---|---|---|---|", *rows] if rows else []
+
+
+class _Bare(str):
+    """An annotation as it is written, without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """As in the source, without ``self``."""
+    found = inspect.signature(function)
+    parameters = [
+        each.replace(
+            annotation=_Bare(each.annotation) if isinstance(each.annotation, str) else each.annotation
+        )
+        for each in found.parameters.values()
+        if each.name not in ("self", "cls")
+    ]
+    returned = _Bare(found.return_annotation) if isinstance(found.return_annotation, str) else inspect._empty
+    text = str(found.replace(parameters=parameters, return_annotation=returned))
+    return re.sub(r"<function .*? at 0x[0-9a-f]+>", "...", text)
 
 
 def _unwrap(thing: object) -> object:
