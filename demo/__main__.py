@@ -26,6 +26,17 @@ from demo.scenes.share import Shared, share, warm_up
 from demo.table import say, waiting
 from kvcr.harness import HarnessError
 
+_NEXT = {
+    "share": """
+Next
+  make demo KEEP=1          the same, and the graph stays up for you to try
+  make demo SCENE=agent     an agent tells the router what it will do next
+  make demo SCENE=failover  an engine killed while it answers (ten minutes)
+  docs/quickstart.md        a graph of your own""",
+    "agent": """
+Next: docs/signals.md tells how your own agent says this.""",
+}
+
 
 def main() -> int:
     """0: the scene showed what it should; 1: it did not; 2: the graph did not run."""
@@ -73,7 +84,7 @@ def _with_own_graph(arguments: argparse.Namespace) -> int:
     print(
         f"Starting etcd, NATS, frontend, router, two workers, two guards; logs in {run_dir}/logs", flush=True
     )
-    with waiting("engines take about a minute to start"):
+    with waiting("waiting for two engines to start, a minute or two"):
         serving = graphs.serve(run_dir, arguments.graph)
     keep = False
     try:
@@ -82,6 +93,8 @@ def _with_own_graph(arguments: argparse.Namespace) -> int:
         keep = arguments.keep
         if keep:
             _say_kept(graph)
+        elif not code:
+            print(_NEXT[arguments.scene])
         return code
     finally:
         if not keep:
@@ -120,9 +133,17 @@ def _succeeded(result: Shared) -> bool:
 
 
 def _say_kept(graph: graphs.Graph) -> None:
-    print(f"\nThe graph is still running. Try:\n\n  {curl_line(graph)}\n")
-    print(f"Again the same scene:  .venv/bin/python -m demo --run-dir {graph.run_dir}")
-    print(f"Stop it:               kill {graph.pid}")
+    print(f"""
+The graph is still running. Ask it something:
+
+  {curl_line(graph)}
+
+  source .venv/bin/activate
+  kvcr status                                  what is running
+  kvcr where "Who keeps a lighthouse?"         which workers have this prompt
+  kvcr explain                                 why the last request went where it went
+  python -m demo --run-dir {graph.run_dir}     the scene again
+  kill {graph.pid}                             stop it""")
 
 
 if __name__ == "__main__":

@@ -12,33 +12,21 @@ from demo.document import FOLLOW_UP, QUESTION
 from demo.graph import Graph
 from demo.observe import Seen
 from demo.scenes.share import Shared
-from demo.table import print_table, seconds, size
+from demo.table import print_table, print_text, seconds, size
 
-_COLUMNS = (
-    "request",
-    "ran on",
-    "prompt",
-    "computed",
-    "own cache",
-    "pulled",
-    "moved",
-    "first token",
-    "speed-up",
-)
+_COLUMNS = ("request", "prompt", "computed", "own cache", "pulled", "first token", "speed-up")
 
 
 def show(graph: Graph, result: Shared, out: TextIO = sys.stdout) -> None:
     """Print everything a person should see of :class:`Shared`."""
     cold_s = result.cold.answer.ttft_s
     rows = [
-        _row("document, cold", result.cold, None),
-        _row("follow-up, same worker", result.follow_up, cold_s),
-        _row("document, other worker", result.pulled, cold_s),
+        _row("document", result.cold, None),
+        _row("follow-up", result.follow_up, cold_s),
+        _row("document", result.pulled, cold_s),
     ]
     print(file=out)
-    print_table(
-        "Prompt tokens: where they came from, and how long the first answer token took", _COLUMNS, rows, out
-    )
+    print_table("Where the tokens of each prompt came from, and the time to first token", _COLUMNS, rows, out)
     yes_no = {True: "yes", False: "NO"}
     print(f"Answers of the two workers identical: {yes_no[result.identical]}", file=out)
     print(f"Source and destination count the same blocks and bytes: {yes_no[result.sides_agree]}", file=out)
@@ -46,19 +34,17 @@ def show(graph: Graph, result: Shared, out: TextIO = sys.stdout) -> None:
     print(f"  Q: {FOLLOW_UP}\n  A: {_one_line(result.follow_up.answer.text)}", file=out)
     print("\nWhat you saw", file=out)
     for number, line in enumerate(_explain(graph, result), start=1):
-        print(f"  {number}. {line}", file=out)
+        print_text(f"  {number}. {line}", out, indent=5)
 
 
 def _row(title: str, seen: Seen, cold_s: float | None) -> tuple[str, ...]:
     pulled = f"{seen.pulled_tokens} from {seen.source.label}" if seen.source and seen.pulled_tokens else "-"
     return (
-        title,
-        f"worker {seen.worker.label}",
+        f"{title} on {seen.worker.label}",
         str(seen.answer.prompt_tokens),
         str(seen.computed_tokens),
         str(seen.own_tokens) if seen.own_tokens else "-",
         pulled,
-        f"{seen.pulled_blocks} blocks, {size(seen.pulled_bytes)}" if seen.pulled_blocks else "-",
         seconds(seen.answer.ttft_s),
         f"{cold_s / seen.answer.ttft_s:.1f}x" if cold_s else "-",
     )

@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the person at the terminal sees: progress while waiting, a table at the end.
-
-Uses rich when it is installed (a development extra) and plain text when it is not.
-"""
+"""What the person at the terminal sees: progress while waiting, a table at the end."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:
-    HAVE_RICH = False
-else:
-    HAVE_RICH = True
-
 _SILENT_S = 2.0
 """A wait shorter than this shows nothing."""
+_GAP = "  "
 
 
 @contextmanager
@@ -60,29 +52,35 @@ def waiting(what: str, out: TextIO = sys.stderr) -> Iterator[None]:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO = sys.stdout
 ) -> None:
-    """One table. The first two columns are text, the others numbers."""
-    if not HAVE_RICH:
-        _print_plain(title, columns, rows, out)
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    # A pipe has no width of its own, and a table folded at 80 columns is hard to read.
-    console = Console(file=out, width=None if out.isatty() else 132, highlight=False)
-    console.print(table)
+    """One table. The first column is text, the others are numbers or short words."""
+    print(f"\x1b[1m{title}\x1b[0m" if out.isatty() else title, file=out)
+    widths = _fit([max(map(len, column)) for column in zip(columns, *rows, strict=True)], _width(out))
+    for row in (columns, ["─" * width for width in widths], *rows):
+        # At a terminal too narrow for it a cell goes on below itself, between words.
+        cells = [textwrap.wrap(text, width) or [""] for text, width in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            first, *others = (f"{text:{'>' if i else '<'}{widths[i]}}" for i, text in enumerate(line))
+            print(_GAP.join((first, *others)).rstrip(), file=out)
+    print(file=out)
 
 
-def _print_plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO) -> None:
-    widths = [max(len(str(row[i])) for row in [columns, *rows]) for i in range(len(columns))]
-    print(title, file=out)
-    for row in [list(columns), ["-" * width for width in widths], *rows]:
-        cells = [
-            text.ljust(width) if index < 2 else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip(), file=out)
+def print_text(text: str, out: TextIO = sys.stdout, indent: int = 2) -> None:
+    """``text`` broken between words where the terminal ends; its later lines are indented."""
+    width = _width(out)
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent) if width else [text]
+    print("\n".join(lines), file=out)
+
+
+def _width(out: TextIO) -> int | None:
+    """Columns of the terminal; None for a file, and for a terminal that does not know."""
+    return (os.get_terminal_size(out.fileno()).columns or None) if out.isatty() else None
+
+
+def _fit(widths: list[int], total: int | None) -> list[int]:
+    """``widths`` with the widest made narrower until the line has at most ``total`` characters."""
+    while total is not None and sum(widths) + len(_GAP) * (len(widths) - 1) > total and max(widths) > 8:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def say(line: str, out: TextIO = sys.stdout) -> None:

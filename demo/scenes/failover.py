@@ -93,7 +93,7 @@ def on_and_off(
     for switch in ("on", "off"):
         run_dir = new_run_dir("failover")
         tell(f"\nKVCR {switch}: starting a graph of two workers; logs in {run_dir}/logs")
-        with waiting("engines take about a minute to start"):
+        with waiting("waiting for two engines to start, a minute or two"):
             running = serve(run_dir, graph_file, [f"--kvcr={switch}"])
         try:
             graph = load(run_dir)

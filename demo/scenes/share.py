@@ -51,10 +51,10 @@ def share(graph: Graph, waiting: Waiting, variant: int = 0, holder: int = 0) -> 
     """Ask about the document on worker ``holder``, follow up there, then ask the same on the other worker."""
     here, there = graph.workers[holder], graph.workers[1 - holder]
     messages = prompt(variant)
-    with waiting(f"worker {here.label} reads the document, nothing to reuse"):
+    with waiting(f"worker {here.label} computes the document: nothing to reuse yet"):
         cold = observe(graph, messages, max_tokens=MAX_TOKENS, worker=here)
-    with waiting(f"worker {here.label} answers a follow-up"):
+    with waiting(f"worker {here.label} answers a follow-up question"):
         turn = observe(graph, follow_up(messages, cold.answer.text), max_tokens=MAX_TOKENS, worker=here)
-    with waiting(f"worker {there.label} gets the first question and has to pull"):
+    with waiting(f"worker {there.label} gets the same question; it has never seen the document"):
         pulled = observe(graph, messages, max_tokens=MAX_TOKENS, worker=there)
     return Shared(cold, turn, pulled)

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
+import os
+import re
+import struct
+import termios
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
+from typing import TextIO
 
 from demo import table
 from demo.client import Answer
@@ -74,13 +79,44 @@ def test_counters_become_tokens_by_where_they_came_from() -> None:
     assert (follow_up.computed_tokens, follow_up.own_tokens, follow_up.pulled_tokens) == (16, 1984, 0)
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_the_page_has_every_figure(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "HAVE_RICH", rich and table.HAVE_RICH)
+def test_the_page_has_every_figure() -> None:
     page = shown(scene())
     for figure in ("1984 from A", "91.4 MB", "5.75 s", "490 ms", "11.7x", "identical: yes", "bytes: yes"):
         assert figure in page
     assert page.count("\n  1. ") == page.count("\n  2. ") == page.count("\n  3. ") == 1
+
+
+def on_a_terminal(columns: int, write: Callable[[TextIO], None]) -> list[str]:
+    """The lines that a terminal of so many columns is sent."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    with os.fdopen(theirs, "w") as out:
+        write(out)
+        out.write("\0")
+    text = b""
+    while not text.endswith(b"\0"):
+        text += os.read(ours, 65536)
+    os.close(ours)
+    return re.sub(r"\x1b\[\d*m", "", text.decode()[:-1]).splitlines()
+
+
+def test_a_terminal_of_80_columns_breaks_no_cell_and_no_word() -> None:
+    lines = on_a_terminal(80, lambda out: show(GRAPH, scene(), out))
+    assert max(map(len, lines)) <= 80
+    assert "document on B     2000        16          -  1984 from A       490 ms     11.7x" in lines
+    assert " ".join(" ".join(lines).split()) == " ".join(shown(scene()).split())
+
+
+def test_in_a_narrow_terminal_the_widest_cells_go_on_below_themselves() -> None:
+    row = ("a fork of main", "63 blocks to B", "1 s")
+    lines = on_a_terminal(24, lambda out: table.print_table("title", ("signal", "moved", "t"), [row], out))
+    assert lines[1:] == [
+        "signal        moved    t",
+        "────────  ─────────  ───",
+        "a fork    63 blocks  1 s",
+        "of main        to B",
+        "",
+    ]
 
 
 def test_another_answer_is_not_hidden() -> None:
