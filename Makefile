@@ -3,15 +3,20 @@
 .PHONY: help setup demo test lint format bench docs clean
 
 help:
-	@echo "make setup              the environment in .venv (minutes once, seconds again)"
-	@echo "make demo               one document, two workers: computed on one, pulled by the other"
-	@echo "make demo SCENE=agent   forks, pauses and a compaction of an agent: each signal, its plan, what moved"
-	@echo "make demo SCENE=failover  an engine killed while it answers, with KVCR and without (ten minutes)"
-	@echo "make test               lint, unit, integration, crash, e2e, wheel, docs, compose; STAGES='unit e2e' for some of them"
-	@echo "make lint               format, lint, types, licence lines; make format repairs the first two"
-	@echo "make bench NAME=x       python -m bench.x, JSON on the last line; QUICK=1 for a short run"
-	@echo "make docs               regenerate what is generated (settings, reference, deploy files), build the site"
-	@echo "make clean              remove what builds and tests leave; .venv and downloaded models stay"
+	@echo "New here? make demo"
+	@echo
+	@echo "make demo                 one document, two workers: computed on one, pulled by the other"
+	@echo "make demo KEEP=1          the same, and everything stays up for you to try"
+	@echo "make demo SCENE=agent     forks, pauses and a compaction of an agent, and what the router does"
+	@echo "make demo SCENE=failover  an engine killed while it answers, with and without KVCR (ten minutes)"
+	@echo "make setup                the environment in .venv: ten minutes once, seconds after that"
+	@echo
+	@echo "make test                 all tests (an hour or more); STAGES='lint unit' for some of:"
+	@echo "                          lint unit integration crash e2e wheel docs compose"
+	@echo "make lint                 format, lint, types, licence lines; make format repairs the first two"
+	@echo "make bench NAME=x         a benchmark, JSON on the last line; QUICK=1: short; no NAME: which there are"
+	@echo "make docs                 regenerate settings, reference and deploy files, and build the site"
+	@echo "make clean                remove what builds and tests leave; .venv and models stay"
 
 setup:
 	@bash scripts/setup.sh

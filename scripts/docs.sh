@@ -19,10 +19,11 @@ venv=.venv-docs
 lock=requirements/lock-docs.txt
 wanted=$(sha256sum "$lock" | cut -d' ' -f1)
 if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "docs: installing mkdocs into $venv (once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
     "$venv/bin/pip" install -qq --disable-pip-version-check --no-deps -r "$lock"
     printf '%s\n' "$wanted" >"$venv/.stamp"
 fi
 NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet
-echo "docs: built into build/site ($(find build/site -name '*.html' | wc -l) pages)"
+echo "docs: $(find build/site -name '*.html' | wc -l) pages, from file://$PWD/build/site/index.html on"

@@ -93,6 +93,9 @@ else
     install --no-deps --no-build-isolation -e .
     printf '%s\n' "$packaged" >"$venv/.stamp-package"
 fi
+# PyPI's torchvision does not load beside a torch for CPUs, and vLLM imports it: see kvcr/vllm/torchvision_ops.py.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+printf '%s\n' "$PWD/components/kvcr/vllm/child_site" >"$site/kvcr_child_site.pth"
 # As an installed package has it. Where PYTHONDONTWRITEBYTECODE is set, every start of a guard would compile its
 # modules: 0.5 of a second that its successor is waited for.
 env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q components

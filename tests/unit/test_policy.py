@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,21 @@ def test_the_tail_of_a_chain_goes_before_its_head() -> None:
 
 def test_a_head_shared_with_a_young_branch_outlives_an_old_branch() -> None:
     assert victims(resident([1.0, 1.0, 9.0, 5.0], [-1, 0, 0, -1]), 2) == [1, 3]
+
+
+def test_the_policy_of_the_developer_guide_evicts_heads_last() -> None:
+    guide = (Path(__file__).parents[2] / "docs/develop.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "KeepHeads" in block
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(code, "develop.md", "exec"), names)
+    keep_heads = names["KeepHeads"]()
+    assert isinstance(keep_heads, Policy)
+    chain = resident([1.0] * 66, list(range(-1, 65)))
+    assert keep_heads.victims(chain, 2, 0.0).tolist() == [65, 64]
+    assert keep_heads.victims(chain, 4, 0.0).tolist() == [65, 64, 63, 62]
+    assert keep_heads.victims(resident([1.0], [-1], [True]), 1, 0.0).tolist() == []
 
 
 def test_held_blocks_are_not_chosen() -> None:
