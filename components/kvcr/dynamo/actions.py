@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 MAX_AGE_S = 600.0
 """Longest life of an action in the stream, whatever its own expiry."""
 MAX_STREAM_BYTES = 64 << 20
+FORGOTTEN_S = 2 * MAX_AGE_S
+"""A guard that reads nothing for so long loses its consumer: pods get new names, and consumers of guards that
+never come back would pile up. Nothing that such a guard has read is still in the stream then."""
 
 ACK_WAIT_S = 5.0
 """After it, an action is delivered again: to a guard that was restarted, or was silent. One under way is
@@ -123,6 +126,7 @@ class ActionInlet:
             max_deliver=MAX_DELIVERIES,
             max_ack_pending=MAX_UNDER_WAY,
             filter_subject=subject,
+            inactive_threshold=FORGOTTEN_S,
         )
         subscription = await jetstream.pull_subscribe(subject, durable, stream, config=config)
         self._reported = ""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -93,6 +93,13 @@ class Candidate:
     outcome: Outcome | None = None
 
 
+class Tried(NamedTuple):
+    """A way that was tried. Not its transport, which would keep a dead peer's pool mapped, and its memory."""
+
+    way: Way
+    outcome: Outcome
+
+
 class Chooser:
     """One round of choosing. Belongs to the authority thread; tells the link once it is through."""
 
@@ -103,7 +110,7 @@ class Chooser:
         self.best: Candidate | None = None
         self.rejected: dict[str, str] = {}
         """Way -> why it is not used."""
-        self.tried: list[Candidate] = []
+        self.tried: list[Tried] = []
         self._context = context
         self._link = link
         self._welcome = welcome
@@ -246,7 +253,7 @@ class Chooser:
             # It works, but over something else, for which a shared agent is not safe.
             outcome = outcome._replace(reason="UCX did not copy between the processes")
         candidate.outcome = outcome
-        self.tried.append(candidate)
+        self.tried.append(Tried(way, outcome))
         self._context.meters.canaries.inc(
             transport=transport.name, result="failed" if outcome.reason else "ok"
         )

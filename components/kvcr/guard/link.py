@@ -13,7 +13,7 @@ from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError, ProtocolError
 from kvcr.guard.canary import Outcome
 from kvcr.guard.channels import Channel, open_unix, open_zmq
-from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Candidate, Chooser, PeerContext
+from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Chooser, PeerContext, Tried
 from kvcr.guard.connection import Connection
 from kvcr.guard.grants import Grant, grant_of
 from kvcr.guard.questions import Questions
@@ -88,7 +88,7 @@ class PeerLink:
         """Of the transport, with the reason."""
         self.outcome: Outcome | None = None
         """Of the canary read that made it ready."""
-        self.tried: list[Candidate] = []
+        self.tried: list[Tried] = []
         """Ways that were tried, with their outcomes."""
         self.probing = probing
         self.rejected: dict[str, str] = {}
@@ -219,6 +219,7 @@ class PeerLink:
 
         A step counts by its size: the fixed cost of a small one says nothing about large ones.
         """
+        self._wished_s = time.monotonic()
         known = self.rates.get(transport)
         if nbytes and seconds > 0:
             rate = nbytes / seconds
@@ -240,6 +241,12 @@ class PeerLink:
     def silent(self) -> bool:
         """Skipped, as it did not answer in time and has not since."""
         return self._silent
+
+    def idle(self, now_s: float) -> bool:
+        """Whether nobody uses it, or waits for it: without it, the next wish would open another one."""
+        if self.transport is None and not self._silent:
+            return self._channel is None
+        return now_s - self._wished_s >= PROBED_FOR_S
 
     def heard(self, record: PeerRecord) -> None:
         """News of the peer, as that its engine has attached: what was wrong may be right now."""

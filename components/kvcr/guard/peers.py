@@ -26,10 +26,13 @@ class Peers:
         return {**self._static, **self._found}
 
     def set_found(self, records: dict[str, PeerRecord]) -> None:
-        """Replace what discovery knows. A link to a guard that was restarted since is dropped."""
+        """Replace what discovery knows. Links to a guard that was restarted, or has another pool, end."""
         for endpoint, record in records.items():
             link = self._links.get(endpoint)
-            if link is not None and link.record.incarnation not in (0, record.incarnation):
+            if link is not None and (
+                link.record.incarnation not in (0, record.incarnation)
+                or link.record.layout_digest not in ("", record.layout_digest)
+            ):
                 link.close()
         self._found = records
         known = self.records()
@@ -51,8 +54,12 @@ class Peers:
         """Open the links that a pull may need, so that it starts with a lease and not with a handshake.
 
         A handshake takes longer than an engine waits for the lease reply: 100 ms on a busy machine.
+        Links to guards that nobody knows any more are dropped here.
         """
-        for endpoint, record in self.records().items():
+        known = self.records()
+        for endpoint in [e for e, link in self._links.items() if e not in known and link.idle(now_s)]:
+            self._links.pop(endpoint).close()
+        for endpoint, record in known.items():
             if endpoint == own_endpoint or record.layout_digest not in ("", context.layout_digest):
                 continue
             link = self.link(context, endpoint)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvcr.config import PeerRecord
 from kvcr.errors import ConfigError
 from kvcr.guard.addresses import route_to, split_host
-from kvcr.guard.choosing import Candidate, PeerContext
+from kvcr.guard.choosing import PeerContext, Tried
 from kvcr.guard.link import PeerLink
 from kvcr.protocol.peer import PeerWelcome, Probe, Probed, ProbedWay
 
@@ -104,19 +104,18 @@ class _Run:
                 ucx_devices=os.environ.get("UCX_NET_DEVICES", ""),
                 round_trip_s=statistics.median(self._round_trips_s) if self._round_trips_s else 0.0,
                 chosen=str(link.way) if link.way else "",
-                ways=tuple(_row(candidate) for candidate in link.tried),
+                ways=tuple(_row(tried) for tried in link.tried),
                 rejected=tuple(
                     (way, why)
                     for way, why in link.rejected.items()
-                    if way not in {str(candidate.way) for candidate in link.tried}
+                    if way not in {str(tried.way) for tried in link.tried}
                 ),
             )
         )
 
 
-def _row(candidate: Candidate) -> ProbedWay:
-    way, outcome = candidate.way, candidate.outcome
-    assert outcome is not None
+def _row(tried: Tried) -> ProbedWay:
+    way, outcome = tried
     return ProbedWay(str(way), way.why, outcome.reason, outcome.first_s, outcome.bytes_per_s, outcome.nbytes)
 
 
