@@ -6,7 +6,8 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
 
 # Optional: without a compiler the install goes on. kvcr.pool.native then uses numpy (x86-64 only),
-# kvcr.keys, router_hints.table and router_hints.ways use Python.
+# kvcr.keys, router_hints.table and router_hints.ways use Python. Without kvcr._shield, memory that is lost
+# under a mapping ends the process.
 setup(
     ext_modules=[
         Extension(
@@ -19,6 +20,12 @@ setup(
         Extension(
             "kvcr._chain",
             sources=["components/kvcr/_chain.c"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        ),
+        Extension(
+            "kvcr._shield",
+            sources=["components/kvcr/_shield.c"],
             extra_compile_args=FLAGS,
             optional=True,
         ),

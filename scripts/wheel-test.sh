@@ -36,7 +36,7 @@ def require(what: str, holds: bool) -> None:
 
 tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
 require("packages kvcr and router_hints, nothing else", tops == {"kvcr", "router_hints"})
-for module in ("kvcr/_native", "kvcr/_chain", "router_hints/_native"):
+for module in ("kvcr/_native", "kvcr/_chain", "kvcr/_shield", "router_hints/_native"):
     require(f"the C extension {module}", any(n.startswith(f"{module}.") and n.endswith(".so") for n in names))
 require("py.typed in both", {"kvcr/py.typed", "router_hints/py.typed"} <= set(names))
 root = pathlib.Path("components")

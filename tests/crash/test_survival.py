@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from crew import OK, Crew, Engine, Guard
@@ -236,6 +239,45 @@ def test_every_slot_is_accounted_for_after_all_engines_died(crew: Crew) -> None:
         guard.wait("active", is_active)
     total = sum(guard.slots(state) for state in ("free", "granted", "ready", "cooling", "quarantined"))
     assert (total, guard.slots(GRANTED)) == (64, 0)
+
+
+# --- the pool goes ----------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        pytest.param(lambda pool: cut(pool / "data"), id="data cut"),
+        pytest.param(lambda pool: cut(pool / "meta"), id="meta cut"),
+        pytest.param(shutil.rmtree, id="removed"),
+    ],
+)
+def test_a_pool_that_is_lost_under_everybody_costs_its_blocks_and_no_process(
+    crew: Crew, lose: Callable[[Path], None]
+) -> None:
+    guard, peer = crew.guard("a"), crew.guard("b")
+    engine, reader = connected(crew, guard), connected(crew, peer)
+    assert engine.ask("deposit", "x", 20) == [OK] * 20
+    assert reader.ask("read", "x", 4, [guard.endpoint]) == ([OK] * 4, [])
+    lose(guard.pool_dir)
+    for each in (engine, reader):
+        # Whatever of it they get is right; what they do not get they compute.
+        assert each.ask("read", "x", 20, [guard.endpoint])[1] == []
+    engine.ask("deposit", "y", 20)
+    guard.process.join(PATIENCE_S)
+    assert guard.process.exitcode == 1
+    assert "the pool is lost" in (crew.directory / "a.log").read_text()
+    # Its supervisor starts it again: there is a new pool, and engine and peer use it.
+    guard = crew.guard("a")
+    assert guard.ready
+    until(lambda: engine.ask("connected") and engine.ask("held"), "the engine is seated again, with slots")
+    assert engine.ask("deposit", "z", 20) == [OK] * 20
+    assert reader.ask("read", "z", 20, [guard.endpoint]) == ([OK] * 20, [])
+    assert engine.ask("read", "z", 20, []) == ([OK] * 20, [])
 
 
 # --- bytes rot -------------------------------------------------------------------------------------

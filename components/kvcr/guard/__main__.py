@@ -35,7 +35,7 @@ EXIT_S = 1.7
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Returns 0, 2 for bad settings, or 1 for a pool it cannot have."""
+    """Run until SIGTERM or SIGINT. Returns 0, 2 for bad settings, or 1 for a pool it cannot have, or lost."""
     logging.basicConfig(
         level=os.environ.get("KVCR_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     guard.run()
     if cluster is not None:
         cluster.stop()
-    return 0
+    return int(guard.pool_lost)
 
 
 class _Cluster:

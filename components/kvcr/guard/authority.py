@@ -128,6 +128,8 @@ class Guard:
         self._evicted: dict[str, int] = {}
         self.lingered = False
         """The guard stopped because no engine came for ``linger_s``."""
+        self.pool_lost = False
+        """The guard stopped because somebody removed or cut its files: no process could join it any more."""
         self._scrubber = Scrubber(
             self.loop, self._movers, self.meters, self._current, self.pool_changed, config.scrub_bytes_per_s
         )
@@ -262,6 +264,13 @@ class Guard:
         self.loop.later(TICK_S, self._tick)
         now_s = time.monotonic()
         if self.pool is not None:
+            if trouble := self.pool.trouble():
+                log.error(
+                    "%s: the pool is lost, and with the next start of this guard there is a new one", trouble
+                )
+                self.pool_lost = True
+                self.stop()
+                return
             self.pool.tick(now_s)
             self._self_check.tick(self.pool, now_s)
         self._scrubber.tick(now_s)

@@ -24,7 +24,6 @@ stores; its body never changes.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +36,7 @@ from kvcr.errors import ConfigError, PoolCorrupt
 from kvcr.keys import KEY_VERSION
 from kvcr.layout import PAGE_BYTES, Layout
 from kvcr.pool.fallback import BUCKET_ENTRIES
+from kvcr.pool.mapping import Mapping
 from kvcr.pool.state import F64, I32, U8, U32, U64
 
 T = TypeVar("T", bound=np.generic)
@@ -142,7 +142,7 @@ class Meta:
     Read-only unless opened writable, which only the guard does. Arrays must not outlive :meth:`close`.
     """
 
-    def __init__(self, mapping: mmap.mmap, geometry: Geometry, inode: int) -> None:
+    def __init__(self, mapping: Mapping, geometry: Geometry, inode: int) -> None:
         self.geometry = geometry
         self.inode = inode
         self._mapping = mapping
@@ -176,9 +176,7 @@ class Meta:
                     f"{path} has {status.st_size} bytes, its superblock says {geometry.meta_bytes}; "
                     "remove the pool's directory to start cold"
                 )
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            mapping = mmap.mmap(file.fileno(), geometry.meta_bytes, flags=mmap.MAP_SHARED, prot=access)
-        mapping.madvise(mmap.MADV_DONTFORK)
+            mapping = Mapping.of(file, geometry.meta_bytes, writable=writable)
         return cls(mapping, geometry, status.st_ino)
 
     def close(self) -> None:

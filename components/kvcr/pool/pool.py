@@ -16,7 +16,7 @@ from kvcr.pool.files import create_files, plan_geometry, remove_files
 from kvcr.pool.holds import Holds
 from kvcr.pool.invariants import find_broken
 from kvcr.pool.locks import GUARD_LOCK, WRITERS, FileLock, make_dir, writers_of
-from kvcr.pool.meta import EPOCH_INDEX, INCARNATION_INDEX, META, Meta
+from kvcr.pool.meta import DATA, EPOCH_INDEX, INCARNATION_INDEX, META, Meta
 from kvcr.pool.record import (
     Changes,
     Columns,
@@ -162,6 +162,21 @@ class Pool(Holds):
             region.close()
         self._meta.close()
         self._lock.release(unlink=unlink)
+
+    def trouble(self) -> str:
+        """Why the files are not what is mapped here any more; empty when they are. Two system calls."""
+        geometry = self._meta.geometry
+        for name, nbytes in ((META, geometry.meta_bytes), (DATA, geometry.data_bytes)):
+            path = self.dir / name
+            try:
+                status = path.stat()
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if status.st_size != nbytes:
+                return f"{path} has {status.st_size} bytes, and had {nbytes}"
+            if name == META and status.st_ino != self._meta.inode:
+                return f"{path} is another file"
+        return ""
 
     @property
     def epoch(self) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from kvcr.errors import PoolCorrupt
 from kvcr.layout import Layout
 from kvcr.pool import native
+from kvcr.pool.mapping import Mapping
 from kvcr.pool.meta import DATA, META, SPARE_ROWS, Geometry, Meta
 from kvcr.pool.state import I32, U8, U64, as_slots
 
@@ -52,7 +52,7 @@ class DataRegion:
     """
 
     def __init__(
-        self, mapping: mmap.mmap, slots: int, layout: Layout, rank: int, *, writable: bool, sparse: bool
+        self, mapping: Mapping, slots: int, layout: Layout, rank: int, *, writable: bool, sparse: bool
     ) -> None:
         self.rank = rank
         self.layout = layout
@@ -94,20 +94,14 @@ class DataRegion:
             raise ValueError(f"rank {rank} is outside of 0..{geometry.ranks - 1}, the ranks of the layout")
         with open(path, "r+b" if writable else "rb") as file:
             status = os.fstat(file.fileno())
-            # Checked, because touching a mapping past the end of its file is a SIGBUS.
+            # Checked, because a mapping past the end of its file has nothing to read or write.
             if status.st_size != geometry.data_bytes:
                 raise PoolCorrupt(
                     f"{path} has {status.st_size} bytes, the superblock says {geometry.data_bytes}; "
                     "remove the pool's directory to start cold"
                 )
-            mapping = mmap.mmap(
-                file.fileno(),
-                geometry.region_bytes,
-                flags=mmap.MAP_SHARED,
-                prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
-                offset=rank * geometry.region_bytes,
-            )
-        mapping.madvise(mmap.MADV_DONTFORK)
+            nbytes = geometry.region_bytes
+            mapping = Mapping.of(file, nbytes, writable=writable, offset=rank * nbytes)
         sparse = status.st_blocks * 512 < status.st_size
         region = cls(mapping, geometry.slots, layout, rank, writable=writable, sparse=sparse)
         if populate:
