@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -72,6 +73,20 @@ def test_the_64_mb_that_a_container_has_by_default_are_refused_by_name(shm_dir: 
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == 1
     assert f"needs {1 << 30} bytes for the pool, {64 * MIB} are available" in complaint
+
+
+# --- descriptors -------------------------------------------------------------------------------------------
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_refused_with_the_fix(shm_dir: Path) -> None:
+    process = start(
+        shm_dir / "g0",
+        *("--pool-bytes", "16MiB"),
+        before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+    )
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "256 files may be open here, a guard needs 1024: raise the limit (ulimit -Hn" in complaint
 
 
 # --- permissions -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -386,3 +387,32 @@ def test_two_runs_cannot_share_a_directory(serve: Callable[..., Serve]) -> None:
     assert second.returncode == 2
     assert "is used by another kvcr serve" in second.stderr
     assert graph.process.poll() is None
+
+
+def test_a_full_disk_ends_nothing_and_keeps_nothing_from_ending(serve: Callable[..., Serve]) -> None:
+    """Files of the launcher, and of what it starts, may not grow; what runs already may write as before."""
+    graph = serve()
+    graph.wait_until_up()
+
+    def room(limit: int) -> None:
+        resource.prlimit(graph.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    # More than it has said, less than it has to write.
+    little = graph.output.stat().st_size + 600
+    assert little < (graph.run_dir / "graph.json").stat().st_size
+    room(little)
+    before = {name: graph.component(name)["pid"] for name in ("etcd", "nats", "guard-0", "frontend")}
+    os.kill(before["frontend"], signal.SIGKILL)
+    graph.wait(lambda: "graph.json is not up to date: File too large" in graph.said)
+    assert "frontend ended with SIGKILL, restarting it now" in graph.said
+    for name in ("etcd", "nats", "guard-0"):
+        os.kill(before[name], 0)
+    room(resource.RLIM_INFINITY)
+    graph.wait(
+        lambda: graph.component("frontend")["restarts"] and graph.component("frontend")["state"] == "ready"
+    )
+    room(little)
+    graph.stop()
+    assert graph.process.returncode == 0
+    assert not graph.leftovers()
+    assert not list(graph.run_dir.glob(".graph.json-*"))

@@ -105,4 +105,6 @@ def _shared(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    # A log on a full disk or a terminal that is gone must not end the graph.
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

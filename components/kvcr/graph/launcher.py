@@ -70,6 +70,8 @@ class Launcher:
         self._forgetting: list[processes.Child] = []
         self._signals = 0
         self._phase = "starting"
+        self._unsaved = ""
+        """Why the file of the state is not up to date."""
         self._started_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -246,7 +248,7 @@ class Launcher:
         server.restarts += 1
         try:
             self._start_server(server, _SERVER_RESTART_TIMEOUT_S)
-        except infra.InfraError as error:
+        except (infra.InfraError, OSError) as error:
             self._report(f"{plan.name} did not come back, trying again: {error}")
 
     def _watch_member(self, member: Member) -> None:
@@ -254,7 +256,11 @@ class Launcher:
         if member.state is State.WAITING:
             if now >= member.restart_at_s:
                 member.restarts += 1
-                self._spawn(member)
+                try:
+                    self._spawn(member)
+                except OSError as error:
+                    member.restart_at_s = now + _MAX_BACKOFF_S
+                    self._report(f"{member.plan.name} cannot be started, trying again: {error}")
             return
         if member.state is State.ENDED or child is None:
             return
@@ -308,7 +314,10 @@ class Launcher:
         if member.instance is not None:
             command += ["--instance", member.instance]
         log = self._paths.logs / "forget.log"
-        self._forgetting.append(processes.Child(command, member.plan.env, log))
+        try:
+            self._forgetting.append(processes.Child(command, member.plan.env, log))
+        except OSError as error:
+            self._report(f"{member.plan.name} stays in etcd until its lease ends: {error}")
 
     # -- down ----------------------------------------------------------------------------------------
 
@@ -428,7 +437,15 @@ class Launcher:
             "url": plan.url,
             "components": [part.shown(logs) for part in parts],
         }
-        runs.write_state(self._paths, state)
+        try:
+            runs.write_state(self._paths, state)
+            problem = ""
+        except OSError as error:
+            # The graph runs without it: a full disk must end nothing, and keep nothing from ending.
+            problem = error.strerror or str(error)
+        if problem and problem != self._unsaved:
+            self._report(f"{self._paths.run_dir / runs.STATE_FILE} is not up to date: {problem}")
+        self._unsaved = problem
 
 
 def _restarts(policy: Restart, exit_code: int) -> bool:

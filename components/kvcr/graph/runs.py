@@ -77,7 +77,10 @@ def _claimed(paths: RunPaths) -> Iterator[None]:
 
 
 def write_state(paths: RunPaths, state: Mapping[str, Any]) -> None:
-    """Replace ``graph.json`` and ``targets.json``, each in one step: readers see the old or the new one."""
+    """Replace ``graph.json`` and ``targets.json``, each in one step: readers see the old or the new one.
+
+    Raises OSError, as on a full disk.
+    """
     _replace(paths.run_dir / STATE_FILE, state)
     pages = [(Kind(found["component"]).role, found["metrics"]) for found in state["components"]]
     targets = [
@@ -89,11 +92,16 @@ def write_state(paths: RunPaths, state: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, content: Any) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as stream:
-        json.dump(content, stream, indent=2)
-        stream.write("\n")
-    Path(stream.name).chmod(0o644)
-    Path(stream.name).replace(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump(content, stream, indent=2)
+            stream.write("\n")
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def sweep_dead_runs() -> list[str]:

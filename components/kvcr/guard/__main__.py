@@ -18,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvcr.config import GuardConfig, guard_settings, load
-from kvcr.errors import KvcrError
+from kvcr.errors import ConfigError, KvcrError
 from kvcr.guard.priority import go_first
 from kvcr.sources import Parser
 
@@ -29,6 +29,9 @@ log = logging.getLogger("kvcr.guard")
 
 SWITCH_S = 0.0005
 """The default, 5 ms, is fifty round trips of the Unix socket."""
+
+MIN_DESCRIPTORS = 1024
+"""512 connections, the peers it maps and talks to, and 60 of its own."""
 
 EXIT_S = 1.7
 """A SIGTERM ends the process within 2 s, whatever hangs; the pool's files are consistent at every moment."""
@@ -117,8 +120,16 @@ class _Cluster:
 
 
 def _allow_descriptors() -> None:
-    """As many as are ours for the asking: the default of 1,024 is little for a guard with many peers."""
+    """As many as are ours for the asking: the default of 1,024 is little for a guard with many peers.
+
+    Raises ConfigError when that is too few: a guard without descriptors serves, and is blind and deaf.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < MIN_DESCRIPTORS:
+        raise ConfigError(
+            f"{hard} files may be open here, a guard needs {MIN_DESCRIPTORS}: raise the limit (ulimit -Hn, "
+            "LimitNOFILE of systemd, docker --ulimit nofile)"
+        )
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
