@@ -12,6 +12,7 @@ import msgspec
 
 from router_hints.inputs import PlanInputs
 from router_hints.planner import Estimate, Plan, SourceRun
+from router_hints.plans import Reason
 
 _TERMS = (
     "wait_s",
@@ -25,6 +26,23 @@ _TERMS = (
     "hot_s",
     "jitter_s",
 )
+_WORDS = {
+    Reason.PINNED: "the request named its worker",
+    Reason.COPY: "copying to the cheapest worker",
+    Reason.SPREAD: "many ask for this prefix; copied before its holders queue",
+    Reason.WAKE_UP: "the session slept, and would wait where it was",
+    Reason.JOIN: "its blocks are already on their way there",
+    Reason.NEXT_TURN: "copied ahead of an announced turn",
+    Reason.ONE_OFF: "nobody comes back for it, nothing is kept",
+    Reason.RESIDENT: "the cheapest worker has blocks itself",
+    Reason.COLD: "nobody has the prefix, or fetching costs more than computing",
+    Reason.SHORT: "the prompt is shorter than a block",
+    Reason.TOO_EARLY: "planned again shortly before the turn",
+    Reason.TOO_LATE: "not to be done before the deadline",
+    Reason.BUDGET: "copies have used up their bytes a second",
+    Reason.COMPACTED: "what follows the kept head is dead",
+    Reason.ENDED: "the session is over",
+}
 
 
 @dataclass
@@ -136,9 +154,14 @@ def replay(entry: Mapping[str, Any]) -> tuple[bool, list[str]]:
 
 def tell(entry: Mapping[str, Any]) -> str:
     """A logged plan for a person: candidates by cost, their terms, the winner."""
+    workers = PlanInputs.from_text(str(entry["inputs"])).workers if entry.get("inputs") else []
+    guards = {worker.rank: worker.guard for worker in workers if worker.guard}
+    chosen = (entry["worker_id"], entry["dp_rank"])
+    beside = f", {guards[chosen]}" if chosen in guards else ""
+    reason = Reason(entry["reason"])
     lines = [
         f"request {entry.get('request_id', '-')}  plan {entry['plan_id']}  attempt {entry.get('attempt', 0)}",
-        f"  to worker {entry['worker_id']:x} rank {entry['dp_rank']}: {entry['mode']}, for {entry['reason']}"
+        f"  to worker {chosen[0]:x} rank {chosen[1]}{beside}: mode {entry['mode']}, reason {reason.value}"
         + (", nothing retained" if entry.get("no_retain") else "")
         + (f", again in {entry['again_in_s']:.1f} s" if entry.get("again_in_s") is not None else ""),
         f"  {entry['prefill_tokens']} tokens to compute, {entry['moved_bytes'] / 1e6:.1f} MB to move; "
@@ -149,15 +172,17 @@ def tell(entry: Mapping[str, Any]) -> str:
             f"  from {run['guard']}: blocks {run['first']} to {run['first'] + run['count'] - 1}"
             + (", which leave it" if run.get("frees") else "")
         )
+    lines.insert(2, f"  {_WORDS[reason]}")
     used = [term for term in _TERMS if any(candidate[term] > 0 for candidate in entry["candidates"])]
     names = "".join(f"{term.removesuffix('_s'):>10}" for term in used)
     lines.append(f"  {'worker':>18}{'total':>10}{names}{'bias':>7}{'g1':>7}{'own':>7}{'copied':>7}")
     for candidate in sorted(entry["candidates"], key=lambda each: each["total_s"]):
         rank = tuple(candidate["rank"])
-        winner = rank == (entry["worker_id"], entry["dp_rank"])
+        mark = "->" if rank == chosen else "  "
+        name = guards.get(rank, f"{rank[0]:x}.{rank[1]}")
         terms = "".join(f"{candidate[term]:10.4f}" for term in used)
         lines.append(
-            f"{'->' if winner else '  '}{f'{rank[0]:x}.{rank[1]}':>18}{candidate['total_s']:10.4f}{terms}"
+            f"{mark}{name:>18}{candidate['total_s']:10.4f}{terms}"
             f"{candidate['bias']:7.2f}{candidate['g1_blocks']:7}{candidate['local_blocks']:7}"
             f"{candidate['copied_blocks']:7}"
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from router_hints.index import IndexView
 from router_hints.inputs import PlanInputs
 from router_hints.ledger import Announced, Load, Loads
 from router_hints.planner import Holder, Plan, RequestView, Worker, plan
+from router_hints.plans import Reason
 from router_hints.topology import Link, Place, Topology
 from router_hints.turns import Arriving, Kind, SessionView, Turn
 
@@ -114,6 +116,17 @@ def test_a_plan_is_told_with_every_candidate_and_the_winner() -> None:
     assert text.count("\n->") == 1
     assert all(f"{rank[0]:x}.{rank[1]}" in text for rank in ((10, 0), (10, 1), (11, 0), (11, 1)))
     assert made.reason.value in text
+    # With the inputs each worker has the name of its guard, as in `kvcr status`.
+    named = tell(log.find(plan_id="p2", inputs=True)[0])
+    assert all(f" {guard}  " in named for guard in ("g0", "g1", "g2", "g3"))
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_told_in_words(reason: Reason) -> None:
+    made, _ = make(2)
+    log = PlanLog()
+    log.record(dataclasses.replace(made, reason=reason), "r", 0, None)
+    assert f"reason {reason.value}" in tell(log.find()[0])
 
 
 def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
