@@ -185,7 +185,8 @@ class Drawing:
         while number * every <= minutes:
             at = self._across(self._start_s + 60 * number * every, x, w)
             anchor = "start" if number == 0 else "middle" if at < x + w - 20 else "end"
-            self.canvas.text(at, y + h + 14, f"{number * every:g} min", "small", anchor)
+            minute, part = divmod(number * every, 1)
+            self.canvas.text(at, y + h + 14, f"{minute:.0f}:{60 * part:02.0f}", "small", anchor)
             number += 1
         self._mark(plot)
 
