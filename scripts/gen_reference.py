@@ -90,16 +90,17 @@ def _of_engine(which: str) -> dict[str, Any]:
 def cli_page() -> str:
     """The help of every command."""
     os.environ["COLUMNS"] = "100"
-    from kvcr.cli.main import parser
+    from kvcr.cli.commands import parser
 
     lines = [
         "# Command line",
         "",
         NOTE,
-        "Exit codes: 0 done; 1 it did not work, or the answer is no; 2 a setting or an argument is wrong; "
-        "130 interrupted. `--json` prints one JSON object. A command about a deployment finds it by flags, "
-        "then by the environment (`ETCD_ENDPOINTS`, `NATS_SERVER`, `DYN_NAMESPACE`, `KVCR_SECRET_FILE`), "
-        "then as the newest `kvcr serve` of this user.",
+        "Exit codes: 0 done; 1 it did not work, not for all blocks, or the answer is no; 2 a setting or an "
+        "argument is wrong; 130 interrupted. `--json` prints one JSON object (`explain` one for each plan, "
+        "`top` one for each table, a line each), and nothing where the command fails. A command about a "
+        "deployment finds it by flags, then by the environment (`ETCD_ENDPOINTS`, `NATS_SERVER`, "
+        "`DYN_NAMESPACE`, `KVCR_SECRET_FILE`), then as the newest `kvcr serve` of this user.",
     ]
     for name, sub in _commands(parser()):
         lines += ["", f"## {name}", "", "```", sub.format_help().rstrip(), "```"]

@@ -76,6 +76,7 @@ def main() -> None:
         stream=sys.stderr,
     )
     if sys.argv[1:2] == ["explain"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         sys.exit(explain(sys.argv[2:]))
     try:
         settings = parse(sys.argv[1:], os.environ)

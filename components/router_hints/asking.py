@@ -21,7 +21,7 @@ _WAIT_S = 10.0
 def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Run the command. Returns its exit code.
 
-    0; 1 when a replay differs or no router is reached; 2 when nothing is found.
+    0; 1 when a replay differs, no router answers or nothing is found.
     """
     parser = argparse.ArgumentParser(
         prog="python -m router_hints explain",
@@ -47,29 +47,43 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
         try:
             entries = asyncio.run(_from_routers(options, environment))
         except Exception as error:  # noqa: BLE001, the runtime raises plain ones
-            where = "ETCD_ENDPOINTS and DYN_NAMESPACE say where it is; kvcr explain finds it"
+            etcd = environment.get("ETCD_ENDPOINTS", "its default address")
             print(
-                f"kvcr explain: no router was reached: {error or type(error).__name__}; {where}",
+                f"kvcr explain: no router was reached in namespace {options.namespace} of etcd at {etcd}: "
+                f"{error or type(error).__name__}; ETCD_ENDPOINTS and DYN_NAMESPACE say where it is",
                 file=sys.stderr,
             )
             return 1
     if not entries:
         fix = "; routers keep the newest only, --last 20 lists them" if options.request else " yet"
-        print(f"kvcr explain: no plan of {options.request or 'any request'} is kept{fix}", file=sys.stderr)
-        return 2
-    code = 0
-    for entry in entries:
-        print(json.dumps(entry) if options.json else tell(entry))
-        if options.replay:
-            try:
-                same, different = replay(entry)
-            except ValueError as error:
-                print(f"kvcr explain: {error}", file=sys.stderr)
-                code = 1
-                continue
-            print("  replay: equal" if same else "  replay: DIFFERENT\n    " + "\n    ".join(different))
-            code = code or int(not same)
+        print(f"kvcr explain: no plan of {options.request or 'any request'} is known{fix}", file=sys.stderr)
+        return 1
+    try:
+        code = max(_show(entry, options) for entry in entries)
+        sys.stdout.flush()
+    except OSError as error:
+        # A full disk; a reader that goes away ends us by SIGPIPE.
+        print(f"kvcr explain: cannot write: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
+
+
+def _show(entry: dict[str, Any], options: argparse.Namespace) -> int:
+    """Print one plan. Returns 1 when planning again differs or cannot be done."""
+    different: list[str] = []
+    if options.replay:
+        try:
+            _, different = replay(entry)
+        except ValueError as error:
+            different = [str(error)]
+    if options.json:
+        print(json.dumps(entry | ({"differs": different} if options.replay else {})))
+        return int(bool(different))
+    print(tell(entry))
+    if options.replay:
+        print("  replay: equal" if not different else "  replay: DIFFERENT\n    " + "\n    ".join(different))
+    return int(bool(different))
 
 
 def _from_log(path: str, wanted: str, last: int) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from kvcr.tables import paragraph, table
 from router_hints.inputs import PlanInputs
-from router_hints.planner import Estimate, Plan, SourceRun
+from router_hints.planner import NEAR_FACTOR, Estimate, Plan, SourceRun
 from router_hints.plans import Reason
 
 _TERMS = (
@@ -160,7 +161,8 @@ def tell(entry: Mapping[str, Any]) -> str:
     beside = f", {guards[chosen]}" if chosen in guards else ""
     reason = Reason(entry["reason"])
     lines = [
-        f"request {entry.get('request_id', '-')}  plan {entry['plan_id']}  attempt {entry.get('attempt', 0)}",
+        f"request {entry.get('request_id', '-')}, attempt {entry.get('attempt', 0)}",
+        f"  plan {entry['plan_id']}",
         f"  to worker {chosen[0]:x} rank {chosen[1]}{beside}: mode {entry['mode']}, reason {reason.value}"
         + (", nothing retained" if entry.get("no_retain") else "")
         + (f", again in {entry['again_in_s']:.1f} s" if entry.get("again_in_s") is not None else ""),
@@ -172,19 +174,29 @@ def tell(entry: Mapping[str, Any]) -> str:
             f"  from {run['guard']}: blocks {run['first']} to {run['first'] + run['count'] - 1}"
             + (", which leave it" if run.get("frees") else "")
         )
-    lines.insert(2, f"  {_WORDS[reason]}")
-    used = [term for term in _TERMS if any(candidate[term] > 0 for candidate in entry["candidates"])]
-    names = "".join(f"{term.removesuffix('_s'):>10}" for term in used)
-    lines.append(f"  {'worker':>18}{'total':>10}{names}{'bias':>7}{'g1':>7}{'own':>7}{'copied':>7}")
+    lines.insert(3, f"  {_WORDS[reason]}")
+    terms = [term for term in _TERMS if any(candidate[term] >= 0.0005 for candidate in entry["candidates"])]
+    names = [term.removesuffix("_s").upper() for term in terms]
+    rows = []
     for candidate in sorted(entry["candidates"], key=lambda each: each["total_s"]):
         rank = tuple(candidate["rank"])
-        mark = "->" if rank == chosen else "  "
-        name = guards.get(rank, f"{rank[0]:x}.{rank[1]}")
-        terms = "".join(f"{candidate[term]:10.4f}" for term in used)
+        rows.append(
+            [
+                "->" if rank == chosen else "",
+                guards.get(rank, f"{rank[0]:x}.{rank[1]}"),
+                *(f"{candidate[term]:.3f}" for term in ("total_s", *terms, "bias")),
+                *(candidate[f"{kind}_blocks"] for kind in ("g1", "local", "copied")),
+            ]
+        )
+    header = ["", "WORKER", "TOTAL", *names, "BIAS", "G1", "OWN", "COPIED"]
+    lines.append(table(header, rows, right=range(2, len(header))))
+    if not rows[0][0] and reason is not Reason.PINNED:
         lines.append(
-            f"{mark}{name:>18}{candidate['total_s']:10.4f}{terms}"
-            f"{candidate['bias']:7.2f}{candidate['g1_blocks']:7}{candidate['local_blocks']:7}"
-            f"{candidate['copied_blocks']:7}"
+            paragraph(
+                "  ",
+                f"totals within {NEAR_FACTOR - 1:.0%} count as equal: home goes first, then fewest copied, "
+                "most reused, fewest requests",
+            )
         )
     return "\n".join(lines)
 

@@ -50,7 +50,7 @@ __all__ = [
 PREFETCH_MARGIN_S = 15.0
 """A prefetch starts at most this much before it has to."""
 
-_NEAR_FACTOR = 1.05
+NEAR_FACTOR = 1.05
 _NEAR_S = 0.002
 """Estimates this close are equal: what is left of them is noise, and noise must not pick a favourite."""
 
@@ -168,7 +168,7 @@ def _eligible(request: RequestView, workers: Sequence[Worker]) -> list[Worker]:
 def _cheapest(request: RequestView, estimates: Estimates, loads: Loads) -> int:
     """Number of the candidate that gets the request."""
     totals = estimates.total_s
-    limit = min(totals) * _NEAR_FACTOR + _NEAR_S
+    limit = min(totals) * NEAR_FACTOR + _NEAR_S
     near = [row for row, total in enumerate(totals) if total <= limit]
     home, copied, ranks = (estimates.column(name) for name in ("at_home", "copied_blocks", "rank"))
     reused = [estimates.column(name) for name in ("g1_blocks", "local_blocks", "copied_blocks")]

@@ -142,7 +142,7 @@ def test_the_last_plan_is_explained(scene: Scene) -> None:
     plan = scene.kvcr("explain")
     assert plan["plan_id"]
     assert scene.kvcr("explain", plan["plan_id"])["request_id"] == plan["request_id"]
-    assert "no plan of nobody is kept" in scene.kvcr("explain", "nobody", code=2)["error"]
+    assert "no plan of nobody is known" in scene.kvcr("explain", "nobody", code=1)["error"]
 
 
 def test_an_unknown_worker_is_refused_with_the_known_ones(scene: Scene) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcr.cli.main import _split_overrides, main
+from kvcr.cli.commands import _split_overrides
+from kvcr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,3 +113,29 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert kvcr.stderr.read() == ""
     kvcr.stderr.close()
     assert kvcr.wait() == 1
+
+
+@pytest.mark.parametrize("words", [["version"], ["config", "show"]], ids=" ".join)
+def test_a_full_disk_is_an_error_of_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvcr.cli", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    told = f"kvcr {words[0]}: cannot write: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_a_long_value_that_is_wrong_is_not_repeated_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "x" * 100_000]) == 2
+    assert len(capsys.readouterr().err) < 400
+
+
+def test_a_pin_longer_than_a_day_is_refused_before_anybody_is_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["pin", "s", "--ttl-s", "1e9"]) == 2
+    assert "--ttl-s is 1e+09; it must be from 1 to 86400 seconds" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcr.cli.main import _split_overrides, parser
+from kvcr.cli.commands import _split_overrides, parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [

@@ -140,7 +140,9 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "replay: equal" in capsys.readouterr().out
     assert explain(["--last", "3", "--log", str(path), "--json"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert explain(["nobody", "--log", str(path)]) == 2
+    assert explain(["r1", "--log", str(path), "--json", "--replay"]) == 0
+    assert json.loads(capsys.readouterr().out)["differs"] == []
+    assert explain(["nobody", "--log", str(path)]) == 1
 
 
 def test_the_log_is_bounded() -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
-from kvcr.cli.tables import size, table
 from kvcr.cli.values import seconds, text_of
 from kvcr.errors import ConfigError, KvcrError
+from kvcr.tables import size, table
 
 if TYPE_CHECKING:
     import msgspec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ("pin", "unpin", "demote", "invalidate", "prefetch", "move")
 DEFAULT_TTL_S = 600.0
-_GOOD = frozenset({"done", "partial", "deferred"})
+_GOOD = frozenset({"done", "deferred"})
 _KEYS = re.compile(r"[0-9a-f]{32}(,[0-9a-f]{32})*")
 _FIXES = {
     401: "; give its token with --token-file",
@@ -95,6 +95,11 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 0: every guard did it; 1: some did not. Raises ConfigError, KvcrError."""
+    if arguments.command == "pin":
+        from kvcr.guard.pins import MAX_TTL_S
+
+        if arguments.ttl_s > MAX_TTL_S:
+            raise ConfigError(f"--ttl-s is {arguments.ttl_s:g}; it must be from 1 to {MAX_TTL_S:g} seconds")
     return asyncio.run(_run(arguments))
 
 
@@ -132,8 +137,8 @@ async def _run(arguments: argparse.Namespace) -> int:
             [r["guard"], r["action"], r["result"], r["blocks"], size(r["bytes"]), r["detail"]] for r in rows
         ]
         print(table(("GUARD", "ACTION", "RESULT", "BLOCKS", "BYTES", "DETAIL"), cells, right="34"))
-        if arguments.command == "pin":
-            print(f"pin {plan_id}, for {arguments.ttl_s:g} s; end it with: kvcr unpin {plan_id}")
+        if arguments.command == "pin" and any(row["result"] in _GOOD for row in rows):
+            print(f"for {arguments.ttl_s:g} s; to end it: kvcr unpin {plan_id}")
     return 0 if all(row["result"] in _GOOD for row in rows) else 1
 
 
@@ -175,6 +180,8 @@ def _copy(
 ) -> tuple[str, str, msgspec.Struct]:
     from kvcr.protocol import events
 
+    if arguments.source == arguments.to:
+        raise ConfigError(f"--to and --source are both {arguments.to!r}: name two guards")
     target = _named(holders, arguments.to)
     others = [holder for holder in holders if holder is not target]
     source = _named(others, arguments.source) if arguments.source else max(others, key=_most, default=None)
@@ -218,6 +225,8 @@ def _keys(arguments: argparse.Namespace) -> list[str]:
         what = ",".join(text_of(what[1:], "the keys in").replace(",", " ").split())
     if _KEYS.fullmatch(what):
         return list(what.split(","))
+    if not what:
+        raise ConfigError(f"{arguments.what!r} names no session and no keys")
     return _session_keys(arguments, what)
 
 
@@ -225,7 +234,7 @@ def _session_keys(arguments: argparse.Namespace, session: str) -> list[str]:
     base = deployment.router_url(arguments)
     headers = {"x-tenant-id": arguments.tenant} if arguments.tenant else {}
     if arguments.token_file:
-        headers["Authorization"] = f"Bearer {text_of(arguments.token_file, '--token-file').strip()}"
+        headers["Authorization"] = f"Bearer {_token(arguments.token_file)}"
     url = f"{base}/v1/kv/sessions/{urllib.parse.quote(session, safe='')}/keys"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
@@ -235,6 +244,8 @@ def _session_keys(arguments: argparse.Namespace, session: str) -> list[str]:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             reason = json.loads(reason)["error"]["message"]
         fix = _FIXES.get(error.code, "")
+        if error.code == 401 and arguments.token_file:
+            fix = f"; it knows another than that in {arguments.token_file}"
         raise KvcrError(
             f"session {session!r}: the router at {base} answered {error.code}: {reason}{fix}"
         ) from error
@@ -246,3 +257,12 @@ def _session_keys(arguments: argparse.Namespace, session: str) -> list[str]:
     if not keys:
         raise KvcrError(f"session {session!r} has no blocks yet: it has not filled one")
     return keys
+
+
+def _token(path: str) -> str:
+    words = text_of(path, "--token-file").split()
+    if len(words) != 1:
+        raise ConfigError(
+            f"--token-file {path!r} must have one token and nothing else; it has {len(words)} words"
+        )
+    return words[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Iterable, Mapping
+import threading
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,8 +57,8 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
     etcd = given or (graph or {}).get("etcd")
     if not etcd:
         raise ConfigError(
-            "no deployment found: no graph of `kvcr serve` is running for this user; name one with --etcd "
-            "http://host:2379 and --namespace, or set ETCD_ENDPOINTS and DYN_NAMESPACE"
+            "no deployment found: no `kvcr serve` of this user runs; name one with --run-dir, or with "
+            "--etcd http://host:2379 and --namespace, or set ETCD_ENDPOINTS and DYN_NAMESPACE"
         )
     # Flags and environment name a deployment as a whole: parts of another one's graph must not be mixed in.
     graph = graph if graph is not None and etcd == graph["etcd"] else None
@@ -75,6 +77,11 @@ def find(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ)
 def no_guards(fleet: Fleet) -> str:
     """For who expected some."""
     place = fleet.deployment
+    if fleet.ignored:
+        return (
+            f"{fleet.ignored.total()} guard(s) registered in namespace {place.namespace}, none is believed: "
+            f"{next(iter(fleet.ignored))} (--secret-file)"
+        )
     return (
         f"no guard is registered in namespace {place.namespace} of etcd at {place.etcd}; "
         "is it another namespace (--namespace), or do guards run without --cluster"
@@ -94,6 +101,18 @@ async def patiently(arguments: argparse.Namespace, work: Awaitable[T], what: str
     if not done:
         complain(arguments, [f"waiting for {what}"])
     return await task
+
+
+@contextlib.contextmanager
+def waiting_for(arguments: argparse.Namespace, what: str) -> Iterator[None]:
+    """As :func:`patiently`, for work that no event loop waits for."""
+    timer = threading.Timer(_SAY_S, complain, (arguments, [f"waiting for {what}"]))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def router_url(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
@@ -120,8 +139,11 @@ def running_graph(run_dir: str | None) -> dict[str, Any] | None:
         if run_dir:
             raise ConfigError(f"--run-dir {run_dir}: no graph.json of a `kvcr serve` there") from error
         return None
-    running = state.get("state") in ("starting", "ready") and Path(f"/proc/{state.get('pid')}").exists()
-    return state if running or run_dir else None
+    if state.get("state") in ("starting", "ready") and Path(f"/proc/{state.get('pid')}").exists():
+        return state
+    if run_dir:
+        raise ConfigError(f"--run-dir {run_dir}: its graph, {state.get('id')}, has ended; start it again")
+    return None
 
 
 def _model_dir(graph: Mapping[str, Any]) -> str | None:

@@ -19,12 +19,13 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvcr.distribution import DISTRIBUTION, clash_message, foreign_version
+from kvcr.tables import paragraph
 
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMLOCK_BYTES = 1 << 30
@@ -89,36 +90,42 @@ class Report(msgspec.Struct, frozen=True):
     checks: list[Check]
 
 
-def examine(deployment: Callable[[], list[Check]] | None = None) -> Report:
-    """Run all checks, about half a second; longer with NIXL installed. ``deployment``: checks of one."""
-    checks: list[Callable[[], Check]] = [
+Deployment = Callable[[], list[Check]]
+"""The checks of one."""
+
+
+def checks(deployment: Deployment | None = None) -> Iterator[Check]:
+    """Run one check after the other: about half a second, longer with NIXL installed or a deployment."""
+    for check in (
         check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
         check_memlock, check_devices, check_engine,
-    ]  # fmt: skip
-    results = [check() for check in checks]
+    ):  # fmt: skip
+        yield check()
     if deployment is not None:
-        results += deployment()
-    return Report(all(check.outcome is not Outcome.FAIL for check in results), versions(), results)
+        yield from deployment()
 
 
-def run(*, as_json: bool, deployment: Callable[[], list[Check]] | None = None) -> int:
-    """Print the report; exit code 0 unless a check failed."""
-    report = examine(deployment)
+def run(*, as_json: bool, deployment: Deployment | None = None) -> int:
+    """Print the report, each check when it is done; exit code 0 unless one failed."""
+    if not as_json:
+        _print_versions(versions())
+        print(flush=True)
+    results = []
+    for check in checks(deployment):
+        results.append(check)
+        if not as_json:
+            print(paragraph(f"{check.outcome.value:<5} {check.name:<16} ", check.detail), flush=True)
+    healthy = all(check.outcome is not Outcome.FAIL for check in results)
+    warnings = sum(check.outcome is Outcome.WARN for check in results)
     if as_json:
-        print(msgspec.json.encode(report).decode())
-        return 0 if report.healthy else 1
-    _print_versions(report.versions)
-    print()
-    for check in report.checks:
-        print(f"{check.outcome.value:<5} {check.name:<16} {check.detail}")
-    warnings = sum(check.outcome is Outcome.WARN for check in report.checks)
-    if not report.healthy:
+        print(msgspec.json.encode(Report(healthy, versions(), results)).decode())
+    elif not healthy:
         print("\nKVCR will not work as installed: see fail above")
     elif warnings:
         print(f"\nKVCR works as installed; warnings: {warnings}")
     else:
         print("\nno problem found")
-    return 0 if report.healthy else 1
+    return 0 if healthy else 1
 
 
 def print_version() -> int:

@@ -18,8 +18,8 @@ def add_parser(commands: Any) -> None:
     explain = commands.add_parser(
         "explain",
         help="why a request went to its worker",
-        description="The candidates of a plan, their cost terms in seconds, and the winner. Exit code 2: no "
-        "such plan is kept; 1: planning again from the logged inputs differs.",
+        description="The candidates of a plan, their cost terms in seconds, and the winner. Exit code 1: no "
+        "such plan is kept, or planning again from the logged inputs differs.",
     )
     deployment.add_options(explain)
     explain.add_argument(
@@ -44,4 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         "ETCD_ENDPOINTS": found.etcd,
         "DYN_NAMESPACE": found.namespace,
     }
-    return subprocess.run(command, env=environment, check=False).returncode
+    # A session of its own: Ctrl-C is for us, who end it.
+    code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+    # Below zero: a signal, as when whoever reads has seen enough.
+    return code if code >= 0 else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
-from kvcr.cli.tables import size, table
 from kvcr.cli.values import seconds, text_of, whole
 from kvcr.errors import ConfigError, KvcrError
+from kvcr.tables import size, table
 
 if TYPE_CHECKING:
     from kvcr.dynamo.fleet import Fleet, Routers
@@ -51,12 +52,16 @@ def add_parsers(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError, KvcrError."""
-    handlers = {"status": _status, "where": _where, "top": _top}
-    return asyncio.run(_with_fleet(handlers[arguments.command], arguments))
+    opened = deployment.open_fleet(arguments)
+    if arguments.command == "where":
+        # Before there is an event loop: Ctrl-C must not wait until the tokenizer is loaded.
+        tokens = None if _KEY.fullmatch(arguments.what) else _tokenize(arguments, opened.deployment.model)
+        return asyncio.run(_with_fleet(opened, functools.partial(_where, tokens=tokens), arguments))
+    return asyncio.run(_with_fleet(opened, _status if arguments.command == "status" else _top, arguments))
 
 
-async def _with_fleet(handler: Any, arguments: argparse.Namespace) -> int:
-    async with deployment.open_fleet(arguments) as fleet:
+async def _with_fleet(opened: Fleet, handler: Any, arguments: argparse.Namespace) -> int:
+    async with opened as fleet:
         return int(await handler(fleet, arguments))
 
 
@@ -71,6 +76,12 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
         "guards and routers",
     )
     g1 = _g1_blocks(routers.answers)
+    draining = {
+        worker: state["guard"]
+        for router in routers.answers
+        for worker, state in router["workers"].items()
+        if state["draining"]
+    }
     if arguments.json:
         guards = [
             {"record": _plain(record), "status": answer}
@@ -87,6 +98,7 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
                 ],
                 "silent_routers": [_plain(router) for router in routers.silent],
                 "g1_blocks": g1,
+                "draining": draining,
                 "ignored": fleet.ignored,
             }
         )
@@ -96,15 +108,18 @@ async def _status(fleet: Fleet, arguments: argparse.Namespace) -> int:
             print(_status_table(records, answers, g1))
         if routers.answers or routers.silent:
             print(_router_table(routers))
+        for worker, guard in draining.items():
+            print(f"worker {worker} is drained; for requests again: kvcr drain {guard or worker} --undo")
     troubles = [
         *(str(answer) for answer in answers if isinstance(answer, KvcrError)),
         *map(str, routers.silent),
     ]
-    if not records:
+    if records:
+        # Whoever can write to etcd can make a record that nobody believes: no reason to fail.
+        deployment.complain(arguments, (f"not believed: {reason}" for reason in fleet.ignored))
+    else:
         troubles.append(deployment.no_guards(fleet))
-    # Whoever can write to etcd can make a record that nobody believes: no reason to fail.
-    ignored = [f"{count} record(s) not believed: {reason}" for reason, count in fleet.ignored.items()]
-    deployment.complain(arguments, [*ignored, *troubles])
+    deployment.complain(arguments, troubles)
     return EXIT_FAILED if troubles else EXIT_OK
 
 
@@ -138,8 +153,11 @@ def _status_table(
                 domains or "-",
             ]
         )
-    header = ("GUARD", "STATE", "EPOCH", "ENGINE PIDS", "POOL", "G1", "PULLS", "PEERS READY", "DOMAINS")
-    return table(header, rows, right="256")
+    header = ["GUARD", "STATE", "EPOCH", "ENGINE", "POOL", "G1", "PULLS", "PEERS", "DOMAINS"]
+    if not any(record.topology_domains for record in records):
+        header.pop()
+        rows = [row[:-1] for row in rows]
+    return table(header, rows, right="2567")
 
 
 def _router_table(routers: Routers) -> str:
@@ -152,20 +170,18 @@ def _filled(pool: dict[str, Any] | None) -> str:
     if pool is None:
         return "none yet"
     ready = pool["counts"].get("READY", 0)
-    bytes_each = pool["slot_part_bytes"]
-    return f"{ready}/{pool['slots']} blocks, {size(ready * bytes_each)} a rank"
+    bytes_each = pool["slot_part_bytes"] * pool.get("ranks", 1)
+    return f"{ready}/{pool['slots']} blocks, {size(ready * bytes_each)}"
 
 
 # --- where ----------------------------------------------------------------------------------------
 
 
-async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
+async def _where(fleet: Fleet, arguments: argparse.Namespace, tokens: list[int] | None) -> int:
     records = await fleet.guards()
-    if _KEY.fullmatch(arguments.what):
+    if tokens is None:
         wanted = {record.name: [arguments.what] for record in records}
-        tokens = None
     else:
-        tokens = _tokenize(arguments, fleet)
         wanted = {record.name: _keys(record, tokens, arguments.salt) for record in records}
     answers = await asyncio.gather(
         *(fleet.inspect(record, wanted[record.name]) for record in records), return_exceptions=True
@@ -216,8 +232,19 @@ async def _where(fleet: Fleet, arguments: argparse.Namespace) -> int:
         header = ("GUARD", "BLOCKS", "FROM THE START", "HELD", "IN G1", "TIERS", "STATE")
         if rows:
             print(table(header, rows, right="1234"))
+    if not somebody and not troubles:
+        troubles.append(_why_nobody(records, tokens))
     deployment.complain(arguments, troubles)
     return EXIT_OK if somebody and not troubles else EXIT_FAILED
+
+
+def _why_nobody(records: Sequence[InstanceRecord], tokens: Sequence[int] | None) -> str:
+    sizes = [record.block_size for record in records if record.layout is not None]
+    if not sizes:
+        return "no engine has attached to a guard yet: there are no pools"
+    if tokens is not None and len(tokens) < min(sizes):
+        return f"the prompt has {len(tokens)} tokens; what is shorter than a block ({min(sizes)}) is not kept"
+    return "nobody holds it"
 
 
 def _add_engine_memory(found: list[dict[str, Any]], engines: Sequence[dict[str, Any]]) -> None:
@@ -233,10 +260,10 @@ def _add_engine_memory(found: list[dict[str, Any]], engines: Sequence[dict[str, 
         entry["tiers"] = ["G1", *entry["tiers"]]
 
 
-def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:
+def _tokenize(arguments: argparse.Namespace, model: str | None) -> list[int]:
     what = arguments.what
     text = text_of(what[1:], "the prompt in") if what.startswith("@") else what
-    folder = arguments.model or fleet.deployment.model
+    folder = arguments.model or model
     if folder is None:
         raise ConfigError(
             f"{what[:40]!r} is no key (32 hex digits), so it is a prompt; whose tokenizer counts: give "
@@ -246,7 +273,8 @@ def _tokenize(arguments: argparse.Namespace, fleet: Fleet) -> list[int]:
         raise ConfigError(f"--model {folder!r} is no directory")
     from kvcr.vllm.tokens import tokenize
 
-    return tokenize(text, folder, raw=arguments.raw)
+    with deployment.waiting_for(arguments, "the tokenizer"):
+        return tokenize(text, folder, raw=arguments.raw)
 
 
 def _keys(record: InstanceRecord, tokens: Sequence[int], salt: str) -> list[str]:
@@ -316,6 +344,9 @@ async def _top_hot(fleet: Fleet, arguments: argparse.Namespace) -> int:
         deployment.complain(arguments, map(str, routers.silent))
         if arguments.json:
             _print_json({"hot": hot})
+            continue
+        if not hot:
+            deployment.complain(arguments, ["no prefix is asked for often now"])
             continue
         rows = [[p["key"], p["blocks"], f"{p['per_s']:.2f}", ", ".join(p["guards"]) or "-"] for p in hot]
         _show_screen(table(("KEY OF ITS LAST BLOCK", "BLOCKS", "REQUESTS/S", "HELD BY"), rows, right="12"))

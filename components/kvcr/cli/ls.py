@@ -9,9 +9,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
-from kvcr.cli.tables import size, table
 from kvcr.cli.values import whole
 from kvcr.errors import ConfigError, KvcrError
+from kvcr.tables import size, table
 
 if TYPE_CHECKING:
     from kvcr.dynamo.fleet import Fleet

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvcr.cli import deployment
-from kvcr.cli.tables import table
 from kvcr.cli.values import seconds
 from kvcr.errors import ConfigError, KvcrError
+from kvcr.tables import table
 
 if TYPE_CHECKING:
     from kvcr.dynamo.fleet import Fleet, SilentRouter
@@ -79,7 +79,8 @@ async def _mode(fleet: Fleet, arguments: argparse.Namespace) -> int:
     else:
         print(table(("ROUTER", "MODE"), list(modes.items())))
     if not routers:
-        raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}")
+        stands = "" if arguments.mode is None else "; the order stands, and is obeyed by those that start"
+        raise KvcrError(f"no router answers in namespace {fleet.deployment.namespace}{stands}")
     return 0 if done and not silent else 1
 
 

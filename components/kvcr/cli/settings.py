@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from kvcr.cli.tables import table
 from kvcr.config import EngineConfig, GuardConfig, engine_settings, guard_settings, load
 from kvcr.errors import ConfigError
 from kvcr.sources import PREFIXES, Setting
+from kvcr.tables import table
 
 Row = tuple[str, Any, str]
 """Name, value and origin."""

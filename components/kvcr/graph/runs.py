@@ -134,10 +134,9 @@ def _write_secret(path: Path) -> None:
 
 
 def _point_latest(paths: RunPaths) -> None:
-    """``<cache>/run/latest`` names the newest run, for people and scripts."""
-    if paths.run_dir.parent != cache_dir() / "run":
-        return
-    link = paths.run_dir.parent / _LATEST
+    """``<cache>/run/latest`` is the newest run, wherever its directory, for people and scripts."""
+    link = cache_dir() / "run" / _LATEST
+    link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{_LATEST}-{os.getpid()}")
-    fresh.symlink_to(paths.run_dir.name)
+    fresh.symlink_to(paths.run_dir)
     fresh.replace(link)

@@ -22,6 +22,7 @@ def facts_of(pool: Pool, linger_s: float) -> dict[str, Any]:
         "epoch": pool.epoch,
         "slots": pool.slots,
         "slot_part_bytes": pool.slot_part_bytes,
+        "ranks": pool.layout.ranks,
         "layout_digest": pool.layout.digest(),
         "counts": {state.name: count for state, count in pool.counts().items()},
         "lifetime": lifetime,
