@@ -233,6 +233,18 @@ async def test_prefetch_copies_ahead_of_the_request(deployment: Deployment) -> N
         assert counted(target.guard, PREFETCH, "done") == 1
 
 
+async def test_a_prefetch_to_positions_that_no_block_has_is_refused(deployment: Deployment) -> None:
+    with a_pair(deployment) as (source, target):
+        root, keys = chain(2, "nowhere")
+        source.deposit(keys, root)
+        open_link(source, target)
+        async with acting(deployment) as router:
+            for plan_id, first in (("p", -1), ("q", 1 << 63)):
+                payload = prefetch(plan_id, root, keys, source.guard.endpoint, first=first)
+                result = await router.ask("b", plan_id, PREFETCH, payload)
+                assert (result.code, str(first) in result.detail) == ("refused", True), result
+
+
 async def test_a_prefetch_that_moves_frees_the_source_when_the_copy_is_committed(
     deployment: Deployment,
 ) -> None:

@@ -34,6 +34,9 @@ MAX_BYTES_IN_FLIGHT = 4 << 30
 MAX_SHARE = 0.25
 """Of the pool: what prefetches under way and prefetched blocks that nobody used yet may take together."""
 
+MAX_POSITION = (1 << 32) - 1
+"""Of a block in its chain: the directory keeps them as uint32."""
+
 MAX_CANCELLED = 1024
 """Plans remembered as withdrawn before their prefetch came."""
 
@@ -91,9 +94,11 @@ class Prefetches:
     def start(self, plan_id: str, payload: PrefetchPayload, deadline_s: float, done: End) -> None:
         """Begin, or call ``done`` at once with the reason why not. ``deadline_s`` is on ``time.monotonic``.
 
-        Raises ProtocolError on columns of different lengths.
+        Raises ProtocolError, before anything is done, on what cannot be right.
         """
         count = len(payload.keys) // KEY_BYTES
+        if not 0 <= payload.first <= MAX_POSITION - count:
+            raise ProtocolError(f"first is {payload.first}, positions are 0 to {MAX_POSITION}")
         if len(u64(payload.engine_hashes)) != count:
             raise ProtocolError(f"{count} keys, {len(payload.engine_hashes)} bytes of engine_hashes")
         if not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", payload.parent):
