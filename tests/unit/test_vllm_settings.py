@@ -125,6 +125,18 @@ def test_other_weights_of_the_same_shape_have_another(tmp_path: Path) -> None:
     assert weights_fingerprint(model(one)) != weights_fingerprint(model(two))
 
 
+@pytest.mark.parametrize("name", ["weights.gguf", "model/weights.gguf", "model/consolidated.00.pt"])
+def test_new_weights_under_an_old_name_have_another_whatever_their_format(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    named = file.parent if "/" in name else file
+    file.write_bytes(bytes(1000))
+    before = weights_fingerprint(model(named))
+    assert weights_fingerprint(model(named)) == before
+    file.write_bytes(bytes(999) + b"\x01")
+    assert weights_fingerprint(model(named)) != before
+
+
 def test_overrides_of_the_model_configuration_change_the_fingerprint(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", bytes(1000))
     assert weights_fingerprint(model(one)) != weights_fingerprint(model(one, rope_theta=5.0))

@@ -26,6 +26,9 @@ sizes and headers alone are the same for every training run of one architecture.
 MAX_HEADER_BYTES = 64 << 20
 DP_RANK = "{dp_rank}"
 
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.tensors")
+"""Kinds of weights files; of several kinds in one directory vLLM loads the first."""
+
 # Differ between hosts and versions for one and the same model.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "name_or_path"})
 
@@ -47,13 +50,22 @@ def weights_fingerprint(vllm_config: Any) -> str:
         "seed": model.seed if vllm_config.load_config.load_format == "dummy" else None,
     }
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    directory = _model_dir(model)
-    if directory is None:
+    files = _weights_files(model)
+    if not files:
         digest.update(f"{model.model}@{model.revision}".encode())
-    else:
-        for path in sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin")):
-            digest.update(_file_digest(path))
+    for path in files:
+        digest.update(_file_digest(path))
     return digest.hexdigest()
+
+
+def _weights_files(model: Any) -> list[Path]:
+    """In the order of their names; none for a model that is not on disk."""
+    # A GGUF model is named by its file.
+    if Path(model.model).is_file():
+        return [Path(model.model)]
+    directory = _model_dir(model)
+    found = [] if directory is None else [sorted(directory.glob(pattern)) for pattern in _WEIGHTS]
+    return next(filter(None, found), [])
 
 
 def _model_dir(model: Any) -> Path | None:
