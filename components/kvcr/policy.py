@@ -2,7 +2,7 @@
 """What a deployment may decide differently about a pool: admission, eviction, placement, recovery.
 
 A policy is pure: columns and the time in, an answer out. It is called on the guard's authority thread,
-must not block, and cannot break the pool: answers that name blocks it was not offered are ignored.
+must not block, and cannot break the pool: answers that name blocks or slots it was not offered are ignored.
 Another policy is named by its dotted path, ``--policy package.module:Class``.
 """
 

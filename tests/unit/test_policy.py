@@ -149,6 +149,20 @@ def test_use_keeps_a_chain_and_its_tail_goes_first(tmp_path: Path) -> None:
     assert found(pool, 0, 1, 2, 3, 100, 101, 102, 103) == [True, True, False, False, True, True, True, False]
 
 
+@pytest.mark.parametrize("answer", [[0, 0, 1], [0, 1], [0, 1, 8], [-1, 0, 1], []])
+def test_a_policy_cannot_have_slots_granted_twice_or_that_are_not_free(
+    tmp_path: Path, answer: list[int]
+) -> None:
+    class Careless(DefaultPolicy):
+        def place(self, free: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.intp]:
+            return np.array(answer, np.intp)
+
+    pool = create(tmp_path, 8, policy=Careless())
+    granted = pool.allocate(3, 0.0).slots.tolist()
+    assert len(set(granted)) == 3
+    pool.check_invariants()
+
+
 class Picky(DefaultPolicy):
     """Admits heads of chains only, grants the lowest slot, and tries to evict everything, twice."""
 

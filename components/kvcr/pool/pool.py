@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcr.errors import PoolCorrupt
 from kvcr.layout import Layout
@@ -60,6 +61,7 @@ class Pool(Holds):
         self.policy = policy
         self._marks = policy.watermarks(self.slots)
         self._admits_all = type(policy).admit is DefaultPolicy.admit
+        self._places_as_we_do = type(policy).place is DefaultPolicy.place
         self.recovery = recovery
         """What attach found; all zero for a new pool."""
         self.evicted_blocks: Counter[str] = Counter()
@@ -214,10 +216,22 @@ class Pool(Holds):
         count = min(count, len(self._free))
         if not count:
             return Granted(_NO_SLOTS, np.empty(0, dtype=np.uint64))
-        slots = self._free.take(self.policy.place(self._free.slots, count))
+        slots = self._free.take(self._placed(count))
         generations = np.empty(count, dtype=np.uint64)
         self._backend.grant(self._meta.control, self._meta.owners, slots, generations, owner)
         return Granted(slots, generations)
+
+    def _placed(self, count: int) -> npt.NDArray[np.intp]:
+        """Which of the free slots to grant. An answer of a policy that would grant a slot twice, or none at
+        all, is not used."""
+        free = self._free.slots
+        indices = self.policy.place(free, count)
+        if not self._places_as_we_do:
+            indices = np.asarray(indices).astype(np.intp, copy=False)
+            inside = len(indices) == count and indices.min() >= 0 and indices.max() < len(free)
+            if not inside or len(np.unique(indices)) < count:
+                return DefaultPolicy().place(free, count)
+        return indices
 
     @property
     def free_count(self) -> int:
