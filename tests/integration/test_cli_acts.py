@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,30 @@ async def test_by_hand(deployment: Deployment, guards: tuple[GuardProcess, Guard
             return await _held(kvcr, keys2[-1].hex()) == {"g0": False, "g1": True}
 
         await eventually(gone, "the source to drop what was moved")
+
+
+async def test_a_guard_that_hangs_does_not_keep_the_others_from_acting(
+    deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], kvcr: Any
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    root, keys = chain(4, "beside one that hangs")
+    names = ",".join(key.hex() for key in keys)
+    with EngineClient(guards[0], "engine-0") as first:
+        first.deposit(keys, root)
+        os.kill(guards[1].process.pid, signal.SIGSTOP)
+        try:
+            pinned = kvcr("pin", names, code=1)["actions"]
+            demoted = kvcr("demote", names, "--guard", "g0")["actions"]
+            dropped = kvcr("invalidate", names, "--timeout-s", "4", code=1)["actions"]
+        finally:
+            os.kill(guards[1].process.pid, signal.SIGCONT)
+        assert {a["guard"]: (a["result"], a["blocks"]) for a in pinned} == {
+            "g0": ("done", 4),
+            "g1": ("no answer", 0),
+        }
+        assert [(a["guard"], a["result"]) for a in demoted] == [("g0", "done")]
+        assert {a["guard"]: a["result"] for a in dropped} == {"g0": "partial", "g1": "no answer"}
 
 
 async def test_mistakes_are_told(

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from kvcr.dynamo.fleet import Fleet
     from kvcr.dynamo.records import InstanceRecord
 
+    _Order = tuple[str, str, msgspec.Struct]
+    """Guard, action and payload."""
+
 COMMANDS = ("pin", "unpin", "demote", "invalidate", "prefetch", "move")
 DEFAULT_TTL_S = 600.0
+NO_ANSWER = "no answer"
 _GOOD = frozenset({"done", "deferred"})
 _KEYS = re.compile(r"[0-9a-f]{32}(,[0-9a-f]{32})*")
 _FIXES = {
@@ -110,7 +114,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     place = opened.deployment
     plan_id = new_plan_id()
     async with opened as fleet:
-        orders = await _orders(fleet, arguments, plan_id)
+        orders, silent = await _orders(fleet, arguments, plan_id)
     results = await act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s) if orders else []
     rows: list[dict[str, Any]] = []
     for (guard, kind, _), result in zip(orders, results, strict=True):
@@ -118,7 +122,7 @@ async def _run(arguments: argparse.Namespace) -> int:
             {
                 "guard": guard,
                 "action": kind,
-                "result": result.code if result else "no answer",
+                "result": result.code if result else NO_ANSWER,
                 "blocks": result.blocks if result else 0,
                 "bytes": result.byte_count if result else 0,
                 "seconds": round(result.seconds, 3) if result else 0.0,
@@ -128,6 +132,11 @@ async def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "invalidate":
         # Every guard was told; of interest are those that had something.
         rows = [row for row in rows if row["result"] != "miss"]
+    rows += [
+        {"guard": guard, "action": f"kv.{arguments.command}", "result": NO_ANSWER, "blocks": 0, "bytes": 0}
+        | {"seconds": 0.0, "detail": why}
+        for guard, why in silent.items()
+    ]
     if not rows:
         raise KvcrError("no guard holds any of these blocks")
     if arguments.json:
@@ -144,47 +153,59 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def _orders(
     fleet: Fleet, arguments: argparse.Namespace, plan_id: str
-) -> list[tuple[str, str, msgspec.Struct]]:
+) -> tuple[list[_Order], dict[str, str]]:
+    """What to tell whom; and why, of guards that could not be asked what they hold."""
     from kvcr.protocol import events
 
     records = await fleet.guards()
+    if not records:
+        raise KvcrError(deployment.no_guards(fleet))
     if arguments.command == "unpin":
-        payload: msgspec.Struct = events.UnpinPayload(plan_id=plan_id, pin_id=arguments.pin_id)
-        return [(record.name, events.UNPIN, payload) for record in records]
+        unpin = events.UnpinPayload(plan_id=plan_id, pin_id=arguments.pin_id)
+        return [(record.name, events.UNPIN, unpin) for record in records], {}
     keys = _keys(arguments)
-    holders = [await _holder(fleet, record, keys) for record in records]
     if arguments.command in ("prefetch", "move"):
-        return [_copy(holders, arguments, plan_id)]
+        return [await _copy(fleet, records, arguments, keys, plan_id)], {}
     if arguments.guard:
-        holders = [_named(holders, arguments.guard)]
-    orders: list[tuple[str, str, msgspec.Struct]] = []
+        records = [_named(records, arguments.guard)]
     if arguments.command == "invalidate":
-        # What only the engine beside it has in its memory, a guard does not list: all are told of all blocks.
-        payload = events.InvalidatePayload(plan_id=plan_id, keys=bytes.fromhex("".join(keys)))
-        return [(holder.record.name, events.INVALIDATE, payload) for holder in holders]
+        # What only the engine beside it has in its memory, a guard does not list: all are told of all blocks,
+        # and one that is silent now acts if it is back in time.
+        dead = events.InvalidatePayload(plan_id=plan_id, keys=bytes.fromhex("".join(keys)))
+        return [(record.name, events.INVALIDATE, dead) for record in records], {}
+    holders, silent = await _holders(fleet, records, keys)
+    orders: list[_Order] = []
     for holder in holders:
         mine = b"".join(bytes.fromhex(k) for k, held in zip(keys, holder.held, strict=True) if held)
         if not mine:
             continue
         if arguments.command == "pin":
-            payload = events.PinPayload(plan_id=plan_id, keys=mine, pin_id=plan_id, ttl_s=arguments.ttl_s)
-            orders.append((holder.record.name, events.PIN, payload))
+            pin = events.PinPayload(plan_id=plan_id, keys=mine, pin_id=plan_id, ttl_s=arguments.ttl_s)
+            orders.append((holder.record.name, events.PIN, pin))
         else:
-            payload = events.DemotePayload(plan_id=plan_id, keys=mine, descendants=False)
-            orders.append((holder.record.name, events.DEMOTE, payload))
-    return orders
+            demote = events.DemotePayload(plan_id=plan_id, keys=mine, descendants=False)
+            orders.append((holder.record.name, events.DEMOTE, demote))
+    return orders, silent
 
 
-def _copy(
-    holders: Sequence[_Holder], arguments: argparse.Namespace, plan_id: str
-) -> tuple[str, str, msgspec.Struct]:
+async def _copy(
+    fleet: Fleet,
+    records: Sequence[InstanceRecord],
+    arguments: argparse.Namespace,
+    keys: Sequence[str],
+    plan_id: str,
+) -> _Order:
     from kvcr.protocol import events
 
     if arguments.source == arguments.to:
         raise ConfigError(f"--to and --source are both {arguments.to!r}: name two guards")
-    target = _named(holders, arguments.to)
-    others = [holder for holder in holders if holder is not target]
-    source = _named(others, arguments.source) if arguments.source else max(others, key=_most, default=None)
+    target = _named(records, arguments.to)
+    others = [record for record in records if record is not target]
+    if arguments.source:
+        others = [_named(others, arguments.source)]
+    holders, silent = await _holders(fleet, others, keys)
+    deployment.complain(arguments, silent.values())
+    source = max(holders, key=lambda holder: holder.leading, default=None)
     if source is None or not source.leading:
         raise KvcrError(f"no other guard holds the first of these blocks; nothing to copy to {arguments.to}")
     blocks = source.blocks[: source.leading]
@@ -200,22 +221,34 @@ def _copy(
         mode="move" if arguments.command == "move" else "copy",
         deadline_ms=arguments.timeout_s * 1000,
     )
-    return target.record.name, events.PREFETCH, payload
+    return target.name, events.PREFETCH, payload
 
 
-def _most(holder: _Holder) -> int:
-    return holder.leading
+async def _holders(
+    fleet: Fleet, records: Sequence[InstanceRecord], keys: Sequence[str]
+) -> tuple[list[_Holder], dict[str, str]]:
+    """What these guards hold, asked all at once; and by name why not, of those that did not answer."""
+
+    async def one(record: InstanceRecord) -> _Holder | KvcrError:
+        try:
+            return _Holder(record, await fleet.inspect(record, keys))
+        except KvcrError as error:
+            return error
+
+    found = await asyncio.gather(*(one(record) for record in records))
+    silent = {
+        record.name: str(answer)
+        for record, answer in zip(records, found, strict=True)
+        if isinstance(answer, KvcrError)
+    }
+    return [answer for answer in found if isinstance(answer, _Holder)], silent
 
 
-async def _holder(fleet: Fleet, record: InstanceRecord, keys: Sequence[str]) -> _Holder:
-    return _Holder(record, await fleet.inspect(record, keys))
-
-
-def _named(holders: Sequence[_Holder], name: str) -> _Holder:
-    for holder in holders:
-        if holder.record.name == name:
-            return holder
-    known = [holder.record.name for holder in holders]
+def _named(records: Sequence[InstanceRecord], name: str) -> InstanceRecord:
+    for record in records:
+        if record.name == name:
+            return record
+    known = [record.name for record in records]
     raise ConfigError(f"no guard {name!r} is registered; there are: {', '.join(known) or 'none'}")
 
 
