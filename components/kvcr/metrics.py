@@ -7,6 +7,7 @@ The core depends on no metrics library; this is the small part of one that it ne
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -15,6 +16,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from kvcr.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_SCRAPES = 16
 """Connections served at once; each may take its thread 10 s of silence."""
@@ -261,7 +264,13 @@ def _serve(registry: Registry, listener: socket.socket) -> None:
             if path not in ("/metrics", "/healthz"):
                 self.send_error(404)
                 return
-            body = registry.render().encode() if path == "/metrics" else b"ok\n"
+            try:
+                body = registry.render().encode() if path == "/metrics" else b"ok\n"
+            except Exception:
+                # Whoever scrapes sees no reason, and nobody else would.
+                log.exception("the metrics cannot be rendered")
+                self.send_error(500)
+                return
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE if path == "/metrics" else "text/plain")
             self.send_header("Content-Length", str(len(body)))

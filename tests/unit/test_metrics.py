@@ -55,6 +55,17 @@ def test_histogram_buckets_are_cumulative() -> None:
     ]
 
 
+def test_a_gauge_that_cannot_be_refreshed_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry()
+    registry.before_render(lambda: {}["nothing"])
+    port = serve_metrics(registry, "127.0.0.1", 0)
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+    assert "KeyError: 'nothing'" in caplog.text
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+        assert answer.read() == b"ok\n"
+
+
 def test_gauges_are_refreshed_before_rendering() -> None:
     registry = Registry()
     gauge = registry.gauge("kvcr_g", "G.")
