@@ -184,5 +184,9 @@ class Scrubber:
             current = self._current()
             if current is not None and current[0] is pool:
                 pool.requalify(slots, generations)
+                # Still read, as by a load that takes long; or in a new life, which this does not concern.
+                read = pool.leased(slots)
+                if read.any():
+                    self._requalify_later(pool, slots[read], generations[read])
 
         self._loop.later(QUARANTINE_S, requalify)
