@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import command
+import nats
 import pytest
 from deployment import Deployment, deployment
 from engine_client import EngineClient, GuardProcess, chain
 from waiting import eventually
+
+from kvcr.dynamo.acting import act
+from kvcr.protocol.events import (
+    UNPIN,
+    Act,
+    ActionResult,
+    UnpinPayload,
+    actions_subject,
+    event,
+    results_subject,
+)
 
 __all__ = ["deployment"]
 
@@ -104,6 +116,29 @@ async def test_a_guard_that_hangs_does_not_keep_the_others_from_acting(
         }
         assert [(a["guard"], a["result"]) for a in demoted] == [("g0", "done")]
         assert {a["guard"]: a["result"] for a in dropped} == {"g0": "partial", "g1": "no answer"}
+
+
+async def test_a_result_that_cannot_be_read_is_passed_over(deployment: Deployment) -> None:
+    subject = results_subject(deployment.namespace)
+
+    async def answer(message: Any) -> None:
+        order = event.decode(message.data)
+        assert isinstance(order, Act)
+        await client.publish(subject, b"of a release to come")
+        await client.publish(
+            subject, event.encode(ActionResult("g0", 1, "p", "p.0", UNPIN, "done", blocks=3))
+        )
+
+    client = await nats.connect(deployment.nats_url)
+    try:
+        await client.subscribe(actions_subject(deployment.namespace, "g0"), cb=answer)
+        await client.flush()
+        orders = [("g0", UNPIN, UnpinPayload(plan_id="p", pin_id="x"))]
+        (result,) = await act(deployment.nats_url, deployment.namespace, orders, "p", 30.0)
+        assert result is not None
+        assert (result.code, result.blocks) == ("done", 3)
+    finally:
+        await client.close()
 
 
 async def test_mistakes_are_told(

@@ -67,11 +67,14 @@ async def act(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while waiting:
-                    message_in = event.decode((await results.next_msg(timeout_s)).data)
-                    if isinstance(message_in, ActionResult) and message_in.action_id in waiting:
-                        found[waiting.pop(message_in.action_id)] = message_in
+                    raw = (await results.next_msg(timeout_s)).data
+                    # Others' results come here too, perhaps of a release that this one cannot read.
+                    with contextlib.suppress(ProtocolError):
+                        result = event.decode(raw)
+                        if isinstance(result, ActionResult) and result.action_id in waiting:
+                            found[waiting.pop(result.action_id)] = result
         return found
-    except (nats.errors.Error, ProtocolError) as error:
+    except nats.errors.Error as error:
         raise NatsAway(f"NATS at {nats_url}: {error or type(error).__name__}") from error
     finally:
         with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):

@@ -191,7 +191,7 @@ class ActionInlet:
                 result = self._results.popleft()
                 try:
                     await client.publish(results_subject(self._view.namespace), event.encode(result))
-                except (nats.errors.Error, TimeoutError, OSError) as error:
+                except (nats.errors.Error, ProtocolError, TimeoutError, OSError) as error:
                     self._report(f"result not told: {type(error).__name__}: {error}")
 
     def _report(self, trouble: str) -> None:
