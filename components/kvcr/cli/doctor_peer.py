@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -26,10 +25,12 @@ import zmq
 from kvcr.config import GuardConfig, PeerRecord, load, read_peers
 from kvcr.errors import ConfigError, GuardUnavailable, KvcrError
 from kvcr.guard.addresses import bracketed, is_loopback, route_to, split_host
+from kvcr.guard.spawn import announced
 from kvcr.layout import Layout
-from kvcr.protocol.curve import secure_client
+from kvcr.protocol.codec import MAX_MESSAGE_BYTES
+from kvcr.protocol.curve import read_key, secure_client
 from kvcr.protocol.engine import VERSION as ENGINE_VERSION
-from kvcr.protocol.engine import Hello, Role, to_guard
+from kvcr.protocol.engine import Hello, Rejected, Role, Welcome, to_engine, to_guard
 from kvcr.protocol.peer import (
     VERSION,
     PeerHello,
@@ -159,7 +160,8 @@ class _Control:
         self._socket.linger = 0
         self._socket.ipv6 = "[" in record.endpoint
         if secret is not None:
-            secure_client(self._socket, secret, bytes.fromhex(record.curve_key))
+            server_key = read_key(record.curve_key, record.name or record.endpoint)
+            secure_client(self._socket, secret, server_key)
         self._socket.connect(record.endpoint)
 
     def ask(self, message: ToServer, timeout_s: float) -> ToClient:
@@ -207,17 +209,14 @@ def _own_guard(target: Target, peer: PeerRecord, layout: Layout) -> Iterator[Pee
     log_path = Path(directory) / "log"
     try:
         with open(log_path, "wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise GuardUnavailable(f"no guard starts here: {log_path.read_text()[-1000:]}")
-            ready = json.loads(line)
-            engine = _attach(ready["socket"], layout)
-            with engine:
+            ready = announced(process, START_S)
+            if not ready:
+                raise GuardUnavailable(
+                    f"no guard starts here within {START_S:g} s: {log_path.read_text()[-1000:]}"
+                )
+            with _attach(ready["socket"], layout):
                 yield PeerRecord(
                     ready["control"],
                     name=ready["name"],
@@ -232,22 +231,27 @@ def _own_guard(target: Target, peer: PeerRecord, layout: Layout) -> Iterator[Pee
                 process.wait(ANSWER_S)
             process.kill()
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _attach(path: str, layout: Layout) -> socket.socket:
-    """Greet our own guard as an engine would, so that it makes a pool."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(START_S)
-    sock.connect(path)
-    sock.send(
-        to_guard.encode(Hello(ENGINE_VERSION, Role.SCHEDULER, "doctor", 0, os.getpid(), layout, "doctor"))
-    )
-    if not sock.recv(1 << 18):
-        raise GuardUnavailable("our own guard closed the connection")
+    """Greet our own guard as an engine would, so that it makes a pool. Raises GuardUnavailable."""
+    hello = Hello(ENGINE_VERSION, Role.SCHEDULER, "doctor", 0, os.getpid(), layout, "doctor")
+    with contextlib.ExitStack() as on_failure:
+        sock = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sock.settimeout(START_S)
+        try:
+            sock.connect(path)
+            sock.send(to_guard.encode(hello))
+            raw = sock.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise GuardUnavailable(f"our own guard does not answer: {error}") from error
+        answer = to_engine.decode(raw) if raw else None
+        if not isinstance(answer, Welcome):
+            why = answer.reason if isinstance(answer, Rejected) else "it closed the connection"
+            raise GuardUnavailable(f"our own guard cannot take part: {why}")
+        on_failure.pop_all()
     return sock
 
 

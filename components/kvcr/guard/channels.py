@@ -13,6 +13,7 @@ from kvcr.guard.choosing import PeerContext
 from kvcr.guard.connection import Connection, connect_unix
 from kvcr.guard.control import ControlClient
 from kvcr.guard.loop import Loop
+from kvcr.protocol.curve import read_key
 
 
 class Channel(Protocol):
@@ -54,12 +55,7 @@ def open_zmq(
     if context.secret is not None and not record.curve_key:
         context.meters.peer_refusals.inc(code="unknown")
         raise ConfigError(f"no signed record names {endpoint}, and the deployment has a secret")
-    try:
-        server_key = bytes.fromhex(record.curve_key)
-    except ValueError:
-        raise ConfigError(
-            f"the CURVE key of {record.name or endpoint} is {record.curve_key[:70]!r}, and not 64 hex digits"
-        ) from None
+    server_key = read_key(record.curve_key, record.name or endpoint)
     client: ControlClient
     client = ControlClient(
         context.loop,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from kvcr.config import EngineConfig
 from kvcr.errors import ConfigError, GuardUnavailable
@@ -83,10 +84,24 @@ def _start(config: EngineConfig, directory: Path, socket_path: str) -> None:
             cwd="/",
             env=_environment(),
         )
+    if not announced(process, START_TIMEOUT_S):
+        process.kill()
+        status = process.wait()
+        tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
+        raise GuardUnavailable(
+            f"the guard of {directory} did not start (status {status}); its log ends:\n{tail}"
+        )
+
+
+def announced(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
+    """The line of JSON by which a guard says that it is ready; empty when it ends or is late.
+
+    On its stdout, a pipe that is closed afterwards.
+    """
     assert process.stdout is not None
     with process.stdout, selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         line = b""
         while not line.endswith(b"\n") and selector.select(max(0.0, deadline_s - time.monotonic())):
             chunk = os.read(process.stdout.fileno(), 65536)
@@ -94,16 +109,10 @@ def _start(config: EngineConfig, directory: Path, socket_path: str) -> None:
                 break
             line += chunk
     try:
-        ready = bool(json.loads(line).get("ready"))
+        said = json.loads(line)
     except ValueError:
-        ready = False
-    if not ready:
-        process.kill()
-        status = process.wait()
-        tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
-        raise GuardUnavailable(
-            f"the guard of {directory} did not start (status {status}); its log ends:\n{tail}"
-        )
+        return {}
+    return said if isinstance(said, dict) and said.get("ready") is True else {}
 
 
 def _environment() -> dict[str, str]:

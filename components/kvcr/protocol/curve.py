@@ -39,6 +39,14 @@ def client_pair(deployment_secret: bytes) -> KeyPair:
     return KeyPair(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
 
+def read_key(text: str, whose: str) -> bytes:
+    """A public key as records have it, 64 hex digits. Raises ConfigError, which says ``whose`` it is not."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError(f"the CURVE key of {whose} is {text[:70]!r}, and not 64 hex digits") from None
+
+
 def secure_client(sock: zmq.Socket[bytes], deployment_secret: bytes, server_key: bytes) -> None:
     """Make ``sock``, not yet connected, speak CURVE to the server with this public key (32 bytes).
 
