@@ -140,7 +140,7 @@ def test_a_bad_signal_is_refused_before_it_is_sent() -> None:
         kv.next_turn("main", colour="red")
     with pytest.raises(RouterAway, match="no router at"):
         kv.next_turn("main")
-    for url in ("127.0.0.1:80", "ftp://x", ""):
+    for url in ("127.0.0.1:80", "ftp://x", "", "http://x:99999", "http://[::1"):
         with pytest.raises(ConfigError):
             Harness(url)
 

@@ -82,11 +82,15 @@ class Harness:
         """``url`` is the router's, such as ``http://127.0.0.1:8490`` (``graph.json`` of ``kvcr serve`` has
         it); anything after the port is ignored. ``tenant`` is the one whose requests carry it as
         ``x-tenant-id``. Raises ConfigError for another kind of URL."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, self._port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no router URL: {error}; expected http://HOST:PORT") from error
+        if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{url!r} is no router URL; expected http://HOST:PORT")
         self._https = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host = host
         self._headers = {"Content-Type": "application/json"}
         if tenant:
             self._headers[TENANT_HEADER] = tenant
