@@ -22,7 +22,8 @@ class _BeforeTorchvision:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name == "torchvision":
-            sys.meta_path.remove(self)
+            # A new list: whoever looks for the module right now goes through the old one, and would miss one.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
             from kvcr.vllm.torchvision_ops import declare_missing_operators
 
             declare_missing_operators()
