@@ -316,8 +316,8 @@ static long lookup_all(const uint8_t *wanted, Py_ssize_t n, const uint64_t *buck
 PyDoc_STRVAR(lookup_doc,
 "lookup(keys: 16 B[n], buckets: u64, control: u64[m], key_column: 16 B[m], out_slots: i32[n],\n"
 "       out_generations: u64[n]) -> int\n\n"
-"Slot and generation of each key, -1 and 0 for a miss; returns the number of hits. A hit is confirmed by the full key between two\n"
-"loads of the control word. Releases the GIL on large batches.");
+"Slot and generation of each key, -1 and 0 for a miss; returns the number of hits. A hit is confirmed by the\n"
+"full key between two loads of the control word. Releases the GIL on large batches.");
 
 static PyObject *native_lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -43,7 +43,7 @@ class WorkerHandle:
     """One per rank. ``submit_*``, ``cancel_load``, ``take_*`` and ``wait_saves`` are for the engine's thread;
     the copying happens on a thread of this handle's own, which is the only one that uses the connection.
 
-    Raises LayoutMismatch when ``memory`` has not the size of a block that ``layout`` says.
+    Raises ValueError when a block of ``memory`` has another size than ``layout`` says.
     """
 
     def __init__(

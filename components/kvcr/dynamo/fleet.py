@@ -259,5 +259,5 @@ def _address(instance: bytes) -> str:
     try:
         (transport,) = json.loads(instance)["transport"].values()
         return str(transport).partition("/")[0]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "an address that cannot be read"

@@ -18,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvcr.config import GuardConfig, guard_settings, load
-from kvcr.errors import ConfigError, KvcrError
+from kvcr.errors import ConfigError, KvcrError, PoolError
 from kvcr.guard.priority import go_first
 from kvcr.sources import Parser
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         set_ucx_devices(guard.addresses.interface, os.environ)
     except (KvcrError, OSError) as error:
         print(f"kvcr.guard: {error}", file=sys.stderr)
-        return 1 if not isinstance(error, KvcrError) or "Pool" in type(error).__name__ else 2
+        return 2 if isinstance(error, KvcrError) and not isinstance(error, PoolError) else 1
 
     def stop(*_: object) -> None:
         watchdog = threading.Timer(EXIT_S, os._exit, (0,))

@@ -102,7 +102,7 @@ class Connection:
         self._on_close(self)
 
     def close_after_sending(self) -> None:
-        """Close once what was sent has left, or at once when the reader does not read."""
+        """Close; what is still queued has a second to leave."""
         if not self._queue:
             self.close()
         else:

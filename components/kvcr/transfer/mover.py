@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -51,8 +52,9 @@ class MoverPool:
         """Let the threads finish what they do; True when all ended in time."""
         for _ in self._threads:
             self._queue.put(None)
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
