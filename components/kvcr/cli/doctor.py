@@ -7,6 +7,7 @@ all but KVCR runs; ``fail``, it will not work as installed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import enum
@@ -19,12 +20,16 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvcr.distribution import DISTRIBUTION, clash_message, foreign_version
+from kvcr.pool import pages
+from kvcr.pool.files import allocate
+from kvcr.pool.mapping import Mapping
 from kvcr.tables import paragraph
 
 MIN_SHM_BYTES = 1 << 30
@@ -33,6 +38,8 @@ _GIB = 1 << 30
 _CHILD_TIMEOUT_S = 30.0
 _TIMED_OUT = 255
 """Stands for the exit code of a child that had to be ended."""
+
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 _CORE = ("msgspec", "numpy", "pyzmq", "xxhash")
 _OPTIONAL = (
@@ -97,8 +104,8 @@ Deployment = Callable[[], list[Check]]
 def checks(deployment: Deployment | None = None) -> Iterator[Check]:
     """Run one check after the other: about half a second, longer with NIXL installed or a deployment."""
     for check in (
-        check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_memory_access,
-        check_memlock, check_devices, check_engine,
+        check_distribution, check_core, check_native, check_nixl, check_shared_memory, check_huge_pages,
+        check_memory_access, check_memlock, check_devices, check_engine,
     ):  # fmt: skip
         yield check()
     if deployment is not None:
@@ -232,6 +239,31 @@ def check_shared_memory() -> Check:
     return Check("/dev/shm", Outcome.OK, detail)
 
 
+def check_huge_pages(directory: str = "/dev/shm") -> Check:
+    """Whether a pool there gets huge pages: asked with a file of one, as a pool would ask."""
+    size = pages.huge_page_bytes()
+    costs = "pools get small pages: copies are slower, and a killed engine's sockets close later"
+    if not size:
+        return Check(
+            "huge pages", Outcome.WARN, f"this kernel has no transparent ones of 32 MiB or less; {costs}"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            allocate(file.fileno(), size)
+            with contextlib.closing(Mapping.of(file, size, writable=True)) as mapping:
+                pages.populate(mapping.address, size, writable=True)
+                mapped = pages.huge_mapped_bytes(mapping.address)
+    except OSError as error:
+        return Check("huge pages", Outcome.WARN, f"{directory} cannot be tried: {error.strerror}")
+    if mapped:
+        return Check("huge pages", Outcome.OK, f"pools in {directory} get pages of {size >> 20} MiB")
+    return Check(
+        "huge pages", Outcome.WARN, f"none to be had in {directory}; {costs}. Where Linux is older than 6.1, "
+        f"mount it with huge=within_size; {_SHMEM_ENABLED} is {_shmem_setting()} and must not be deny; "
+        "memory may be in pieces (echo 1 > /proc/sys/vm/compact_memory)"
+    )  # fmt: skip
+
+
 def check_memory_access() -> Check:
     """Whether processes of one user may read each other's memory (CMA)."""
     content = ctypes.create_string_buffer(b"kvcr" * 16, 64)
@@ -297,6 +329,11 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _shmem_setting() -> str:
+    """The chosen word of ``always within_size [never] deny``."""
+    return _first_line(_SHMEM_ENABLED).partition("[")[2].partition("]")[0] or "unknown"
 
 
 def _first_line(path: Path) -> str:

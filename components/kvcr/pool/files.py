@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 from pathlib import Path
 
 from kvcr.errors import PoolTooSmall
 from kvcr.layout import Layout
+from kvcr.pool import pages
 from kvcr.pool.locks import FILE_MODE
+from kvcr.pool.mapping import Mapping
 from kvcr.pool.meta import DATA, MAX_SLOTS, META, Geometry, superblock_page
+
+log = logging.getLogger(__name__)
 
 _MORE_ROOM = "(docker --shm-size, or sizeLimit of a Kubernetes emptyDir with medium Memory)"
 
@@ -73,13 +79,26 @@ def require_room(dir: Path, pool_bytes: int) -> None:
         )
 
 
+def allocate(fd: int, nbytes: int) -> int:
+    """Reserve all memory of a new file; returns how much of it is in huge pages. Raises OSError."""
+    os.ftruncate(fd, nbytes)
+    with (
+        open(fd, "r+b", closefd=False) as file,
+        contextlib.closing(Mapping.of(file, nbytes, writable=True)) as mapping,
+    ):
+        huge = pages.make_huge(fd, mapping.address, nbytes)
+    os.posix_fallocate(fd, 0, nbytes)
+    return huge
+
+
 def _write(path: Path, nbytes: int, head: bytes, preallocate: bool, dir: Path, geometry: Geometry) -> None:
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         os.fchmod(fd, FILE_MODE)
         if preallocate:
-            os.posix_fallocate(fd, 0, nbytes)
+            huge = allocate(fd, nbytes)
+            log.info("%s: %d of %d MiB of %s in huge pages", dir, huge >> 20, nbytes >> 20, path.stem)
         else:
             os.ftruncate(fd, nbytes)
         os.pwrite(fd, head, 0)

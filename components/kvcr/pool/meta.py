@@ -147,9 +147,11 @@ class Meta:
         self.inode = inode
         self._mapping = mapping
         slots, ranks = geometry.slots, geometry.ranks
-        self.header: U64 = np.frombuffer(mapping, dtype=np.uint64, count=_BODY_OFFSET // 8)
+        self.header: U64 = np.frombuffer(
+            mapping, dtype=np.uint64, count=_BODY_OFFSET // 8, offset=mapping.start
+        )
         self.writers: U8 = np.frombuffer(
-            mapping, dtype=np.uint8, count=WRITERS_BYTES, offset=SUPERBLOCK_BYTES
+            mapping, dtype=np.uint8, count=WRITERS_BYTES, offset=mapping.start + SUPERBLOCK_BYTES
         ).reshape(WRITER_ENTRIES, WRITER_ENTRY_BYTES)
         self.control: U64 = self._column("control", np.uint64, slots)
         self.keys: U64 = self._column("keys", np.uint64, 2 * slots).reshape(slots, 2)
@@ -163,7 +165,8 @@ class Meta:
         self.buckets: U64 = self._column("buckets", np.uint64, BUCKET_ENTRIES * geometry.body.buckets)
 
     def _column(self, name: str, dtype: type[T], count: int) -> npt.NDArray[T]:
-        return np.frombuffer(self._mapping, dtype=dtype, count=count, offset=self.geometry.offsets[name])
+        offset = self._mapping.start + self.geometry.offsets[name]
+        return np.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
 
     @classmethod
     def open(cls, path: Path, *, writable: bool) -> Meta:

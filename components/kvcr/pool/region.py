@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from kvcr.errors import PoolCorrupt
 from kvcr.layout import Layout
-from kvcr.pool import native
+from kvcr.pool import native, pages
 from kvcr.pool.mapping import Mapping
 from kvcr.pool.meta import DATA, META, SPARE_ROWS, Geometry, Meta
 from kvcr.pool.state import I32, U8, U64, as_slots
@@ -21,17 +20,8 @@ from kvcr.pool.state import I32, U8, U64, as_slots
 if TYPE_CHECKING:
     from kvcr.pool.reader import PoolReader
 
-# linux/mman.h; Python 3.11 does not name them. They fill the page table many pages at a time: a first copy
-# that faults page by page takes twice as long.
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
-
 _POPULATE_BYTES = 16 << 20
 """Filled at once: a millisecond or a few."""
-
-# mmap.madvise keeps the GIL, for minutes where a region has hundreds of gigabytes.
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RegionInfo(NamedTuple):
@@ -60,9 +50,8 @@ class DataRegion:
         self._writable = writable
         self._sparse = sparse
         count = slots + SPARE_ROWS
-        self.rows: U8 = np.frombuffer(mapping, dtype=np.uint8, count=count * layout.slot_part_bytes).reshape(
-            count, layout.slot_part_bytes
-        )
+        stride = layout.slot_part_bytes
+        self.rows: U8 = np.frombuffer(mapping, np.uint8, count * stride, mapping.start).reshape(count, stride)
         self.array = self.rows[:slots]
         self.address: int = self.array.__array_interface__["data"][0]
 
@@ -115,11 +104,11 @@ class DataRegion:
             return
         # Held, so that the addresses stay ours.
         array = self.rows
-        advice = _MADV_POPULATE_WRITE if self._writable else _MADV_POPULATE_READ
         for start in range(0, array.nbytes, _POPULATE_BYTES):
             if not len(self.rows):
                 return
-            if _madvise(self.address + start, min(_POPULATE_BYTES, array.nbytes - start), advice):
+            nbytes = min(_POPULATE_BYTES, array.nbytes - start)
+            if not pages.populate(self.address + start, nbytes, writable=self._writable):
                 return
 
     def populate_aside(self) -> None:
@@ -135,7 +124,7 @@ class DataRegion:
         """The ``layout.part_bytes`` bytes of one slot. Raises IndexError on a slot the pool has not."""
         if not 0 <= slot < len(self.array):
             raise IndexError(f"slot {slot} is outside of 0..{len(self.array) - 1}")
-        start = slot * self.layout.slot_part_bytes
+        start = self._mapping.start + slot * self.layout.slot_part_bytes
         return memoryview(self._mapping)[start : start + self.layout.part_bytes]
 
     def hash_parts(self, slots: I32) -> U64:
