@@ -18,6 +18,7 @@ from typing import Any
 
 from bench import _transfer_ours as ours
 from bench import _transfer_proto as proto
+from bench import _transfer_readv as readv
 from bench import _transfer_socket as plain
 from bench import peer_venv
 from bench._common import run, say
@@ -58,7 +59,8 @@ GOALS = {
 
 Samples = dict[tuple[str, str, str, int], list[float]]
 """(who, what, block size, blocks) -> seconds. ``who``: a transport of ours, ``ours``, ``kvcr``, ``proto``, or
-``socket``: the same bytes over a TCP connection, and nothing else."""
+what bounds those on this machine: ``socket``, the same bytes over a TCP connection, and ``readv``, the same
+blocks read and hashed by process_vm_readv alone."""
 
 
 def measure(quick: bool) -> Mapping[str, Any]:
@@ -128,6 +130,8 @@ def _measure_size(samples: Samples, peer: Peer, name: str, block_bytes: int, qui
             _add(samples, transport, times, name, blocks)
     for blocks, times in plain.pulls(block_bytes, reps).items():
         _add(samples, "socket", times, name, blocks)
+    for blocks, times in readv.pulls(block_bytes, reps).items():
+        _add(samples, "readv", times, name, blocks)
     if name == "256 KiB":
         _extend(samples, ("proto", "pull", name, 1), proto.pulls(block_bytes, 1, reps[1]))
     say(f"{name}: deposit and load")
@@ -184,7 +188,11 @@ def _figures(samples: Samples) -> dict[str, Any]:
         "pull_32x1m_over_memcpy": {
             transport: _over_memcpy(samples, transport, "pull", "1 MiB", 32) for transport in ours.TRANSPORTS
         },
-        # What bounds the one over TCP on this machine.
+        # What bounds the ones over CMA and TCP on this machine.
+        "pull_32x1m_readv_over_memcpy": _over_memcpy(samples, "readv", "pull", "1 MiB", 32),
+        "pull_32x1m_cma_over_readv": ratio(
+            median("readv", "pull", "1 MiB", 32), median("cma", "pull", "1 MiB", 32)
+        ),
         "pull_32x1m_socket_over_memcpy": _over_memcpy(samples, "socket", "pull", "1 MiB", 32),
         "pull_32x1m_tcp_over_socket": ratio(
             median("socket", "pull", "1 MiB", 32), median("tcp", "pull", "1 MiB", 32)
@@ -256,7 +264,10 @@ def _print(figures: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Non
     ]
     print_table("Transfers", columns, cells, sys.stderr)
     found = [(key, str(figures[key]), str(goal)) for key, goal in GOALS.items()]
-    bounds = ("pull_32x1m_socket_over_memcpy", "pull_32x1m_tcp_over_socket")
+    bounds = (
+        "pull_32x1m_readv_over_memcpy", "pull_32x1m_cma_over_readv",
+        "pull_32x1m_socket_over_memcpy", "pull_32x1m_tcp_over_socket",
+    )  # fmt: skip
     found += [(key, str(figures[key]), "") for key in bounds]
     print_table("Figures", ("figure", "measured", "goal"), found, sys.stderr)
 
