@@ -52,6 +52,30 @@ print("alive")
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
 
 
+def test_so_does_what_was_cut_off_in_the_middle_of_a_huge_page(tmp_path: Path) -> None:
+    ended = run(
+        tmp_path,
+        "",
+        """
+import tempfile
+from kvcr.pool.files import allocate
+size = 8 << 20
+with tempfile.NamedTemporaryFile(prefix="kvcr-mapping-", dir="/dev/shm") as file:
+    allocate(file.fileno(), size)
+    mapping = Mapping.of(file, size, writable=True)
+    part = memoryview(mapping)[mapping.start : mapping.start + size]
+    part[:] = b"x" * size
+    os.truncate(file.name, 4096 * 700)
+    assert part[4096 * 700 :] == bytes(size - 4096 * 700)
+    assert part[: 4096 * 700] == b"x" * 4096 * 700
+    part.release()
+    mapping.close()
+print("alive")
+""",
+    )
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
 @pytest.mark.parametrize("what", ["another mapping", "one that was closed", "a signal"])
 def test_what_is_not_ours_ends_the_process_as_before(tmp_path: Path, what: str) -> None:
     ended = run(

@@ -16,8 +16,8 @@ import pytest
 from kvcr.cli import doctor
 from kvcr.cli.doctor import Outcome
 from kvcr.errors import PoolTooSmall
-from kvcr.pool import DATA, DataRegion, Pool, PoolReader, pages
-from tests.unit.pools import content, key, layout
+from kvcr.pool import DATA, META, DataRegion, Pool, PoolReader, pages
+from tests.unit.pools import content, create, found, key, keys, layout, store
 
 MIB = 1 << 20
 PART = 3 * MIB + 4096
@@ -137,6 +137,19 @@ def test_a_mount_that_fills_up_meanwhile_says_so(mount: Path, monkeypatch: pytes
         make(mount, slots=40)
     assert not (mount / DATA).exists()
     assert not (mount / f"{DATA}.new").exists()
+
+
+def test_a_directory_of_several_huge_pages_is_read_where_it_is_written(shm: Path) -> None:
+    store(pool := create(shm, 60_000, part_bytes=64), 0, 1)
+    assert pool.dir.joinpath(META).stat().st_size > 2 * pages.huge_page_bytes()
+    reader = PoolReader.open(shm)
+    assert reader.lookup(keys(0, 1, 2)).slots.tolist() == [0, 1, -1]
+    pool.close()
+    again = Pool.attach(shm, guard_incarnation=2)
+    again.check_invariants()
+    assert found(again, 0, 1, 2) == [True, True, False]
+    reader.close()
+    again.close()
 
 
 def test_a_mapping_outlives_its_region_while_somebody_looks_at_it(shm: Path) -> None:

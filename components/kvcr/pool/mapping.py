@@ -26,7 +26,7 @@ class Mapping(mmap.mmap):
     """A part of an open file.
 
     What is lost under it later (the file is truncated, its memory fails) reads as zeros, which are no block.
-    Without the extension, touching that ends the process with SIGBUS. Huge pages of the file are mapped as such.
+    Without the extension, touching that ends the process with SIGBUS. Huge pages are mapped as such.
     """
 
     start: int
