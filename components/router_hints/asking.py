@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcr.dynamo.environment import PATIENCE, silence_runtime
+from kvcr.dynamo.environment import COMMAND_PATIENCE, silence_runtime
 from router_hints.explain import replay, tell
 
 _WAIT_S = 10.0
@@ -43,7 +43,7 @@ def explain(arguments: Sequence[str], environment: Mapping[str, str] = os.enviro
         entries = _from_log(options.log, options.request, options.last)
     else:
         silence_runtime()
-        os.environ.update({**PATIENCE, **os.environ})
+        os.environ.update({**COMMAND_PATIENCE, **os.environ})
         try:
             entries = asyncio.run(_from_routers(options, environment))
         except Exception as error:  # noqa: BLE001, the runtime raises plain ones

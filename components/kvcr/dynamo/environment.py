@@ -28,6 +28,10 @@ PATIENCE = {
     "NATS_STARTUP_CONNECT_TIMEOUT_SECONDS": "1",
 }
 
+COMMAND_PATIENCE = dict.fromkeys(PATIENCE, "5")
+"""In a command nobody waits for that lock, and nobody tries again. On a busy machine an etcd with users,
+which hashes their passwords, took more than a second to let one in (measured)."""
+
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the defaults; call it before the first runtime of the process is made.

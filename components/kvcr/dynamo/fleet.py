@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcr.dynamo.component import COMPONENT, prepare_environment
+from kvcr.dynamo.environment import COMMAND_PATIENCE
 from kvcr.dynamo.etcd import EtcdClient, EtcdUnavailable, Listing, connect, credentials_from_environment
 from kvcr.dynamo.orders import drain_key, mode_key
 from kvcr.dynamo.polling import poll
@@ -238,6 +239,7 @@ class Fleet:
 
     def _make_runtime(self) -> Any:
         os.environ["ETCD_ENDPOINTS"] = self.deployment.etcd
+        os.environ.update({**COMMAND_PATIENCE, **os.environ})
         prepare_environment()
         os.environ.pop("DYN_SYSTEM_PORT", None)
         from dynamo.runtime import DistributedRuntime
