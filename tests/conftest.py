@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kvcr.graph import infra
 SHM = Path("/dev/shm")
 RUN_VARIABLE = "KVCR_TEST_RUN"
 """Every process that a test starts inherits it; its value is of this run alone."""
-ENDING_S = 3.0
+ENDING_S = 15.0
+LOG_LINES = 12
+"""Shown of each log that grew during a test that failed."""
+_setup_began = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,6 +64,31 @@ def _claimed(items: list[pytest.Item], share: Path) -> Iterator[pytest.Item]:
         except FileExistsError:
             continue
         yield from tests
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the processes of a test that failed wrote meanwhile is part of its report."""
+    report = yield
+    if call.when == "setup":
+        item.stash[_setup_began] = call.start
+    if report.failed:
+        report.sections += _log_tails(item.config, item.stash[_setup_began])
+    return report
+
+
+def _log_tails(config: pytest.Config, since_unix_s: float) -> Iterator[tuple[str, str]]:
+    places = [config._tmp_path_factory.getbasetemp()]  # type: ignore[attr-defined]
+    places += SHM.glob(f"{os.environ.get(RUN_VARIABLE)}-*")
+    # What is looked at may go meanwhile.
+    with contextlib.suppress(OSError):
+        for log in sorted(path for place in places for path in place.rglob("*.log")):
+            if log.stat().st_mtime >= since_unix_s:
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                # Indented, as a line that begins with ERROR is a test's in the summary of scripts/test.sh.
+                yield f"end of {log}", "\n".join(f"  {line[:400]}" for line in lines)
 
 
 @pytest.fixture(scope="session", autouse=True)
