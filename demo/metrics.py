@@ -57,7 +57,7 @@ def parse(text: str) -> Page:
     return Page(samples)
 
 
-def scrape(url: str, timeout_s: float = 5.0) -> Page:
+def scrape(url: str, timeout_s: float = 20.0) -> Page:
     """Read one metrics page. Raises ``OSError`` when the process does not answer."""
     with urllib.request.urlopen(url, timeout=timeout_s) as response:
         return parse(response.read().decode())

@@ -184,9 +184,9 @@ def test_a_killed_engine_leaves_its_pool_and_comes_back_to_it(deployment: Deploy
     """Its death is proven by record locks across PID namespaces: guard and engine share none."""
     deployment.ask(PROMPT)
     guards = ("guard-0", "guard-1")
+    _wait("blocks in a pool", lambda: max(deployment.metric(guard, READY) for guard in guards) > 0, 60)
     stored = {guard: deployment.metric(guard, READY) for guard in guards}
     guard, other = sorted(guards, key=lambda name: -stored[name])
-    assert stored[guard] > 0
     worker = guard.replace("guard", "worker")
     failovers = deployment.metric(guard, "kvcr_failovers_total")
     first = deployment.pid(worker)

@@ -69,7 +69,7 @@ class Crew:
         for member in self.members:
             member.kill()
         for member in self.members:
-            member.process.join(5)
+            member.process.join(PATIENCE_S)
 
 
 class _Member:
@@ -85,7 +85,7 @@ class _Member:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.process.join(5)
+        self.process.join(PATIENCE_S)
 
 
 class Guard(_Member):

@@ -160,7 +160,7 @@ def assert_survived(site: Site, seed: int) -> None:
     assert not [name for name in metrics if name.startswith("kvcr_corrupt_blocks_total")]
     assert not list((guard.pool_dir / "writers").iterdir())
     guard.signal(signal.SIGTERM)
-    guard.process.join(5)
+    guard.process.join(PATIENCE_S)
     pool = Pool.attach(guard.pool_dir, guard_incarnation=1)
     pool.check_invariants()
     assert pool.recovery.damaged == pool.recovery.duplicates == 0

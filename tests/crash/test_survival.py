@@ -102,7 +102,7 @@ def test_a_grant_whose_message_was_lost_with_the_connection_is_freed(crew: Crew)
     assert guard.slots(GRANTED) == 15, "a worker that has not spoken may be filling any of them"
     worker.send(Holding(epoch, granted.slots[2 * 4 : 6 * 4], granted.generations[2 * 8 : 6 * 8]))
     guard.wait("freed", lambda g: g.slots(GRANTED) == 11)
-    assert guard.metrics()["kvcr_lost_grants_total"] == 4
+    guard.wait("counted", lambda g: g.metrics()["kvcr_lost_grants_total"] == 4)
 
 
 def test_fills_that_a_dead_guard_did_not_confirm_are_committed_by_the_next_once(crew: Crew) -> None:
@@ -224,7 +224,7 @@ def test_a_hung_engine_is_fenced_where_that_is_the_policy(crew: Crew) -> None:
     assert guard.state == "standby", "an idle engine is not a silent one"
     engine.signal(signal.SIGSTOP)
     guard.wait("active", is_active)
-    engine.process.join(5)
+    engine.process.join(PATIENCE_S)
     assert engine.process.exitcode == -signal.SIGKILL
     assert guard.metrics()["kvcr_fences_total"] == 1
 
@@ -303,11 +303,15 @@ def test_an_idle_guard_checks_itself_and_uses_no_cpu(crew: Crew, rate: str) -> N
     engine = connected(crew, guard)
     assert engine.ask("deposit", "x", 60) == [OK] * 60
     time.sleep(7.5)
-    before_s = guard.cpu_s()
-    time.sleep(4.0)
-    # 1 % of a core; the clock has ticks of 10 ms.
-    assert guard.cpu_s() - before_s <= 0.04
+
+    def used_s(_: Guard) -> float:
+        before_s = guard.cpu_s()
+        time.sleep(4.0)
+        return guard.cpu_s() - before_s
+
+    # 1 % of a core; the clock has ticks of 10 ms. What it did before ends later on a busy machine.
+    guard.wait("idle", lambda g: used_s(g) <= 0.04, 20.0)
     metrics = guard.metrics()
-    assert metrics['kvcr_self_checks_total{result="ok"}'] == 1
+    assert metrics['kvcr_self_checks_total{result="ok"}'] >= 1
     assert 'kvcr_self_checks_total{result="broken"}' not in metrics
     assert (metrics["kvcr_scrubbed_bytes_total"] > 0) == (rate != "0")

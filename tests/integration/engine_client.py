@@ -119,7 +119,7 @@ class GuardProcess:
 
     def metrics(self) -> dict[str, float]:
         """Samples by name with labels, e.g. ``kvcr_pulled_blocks_total{transport="shm"}``."""
-        with urllib.request.urlopen(self.ready["metrics"], timeout=5) as response:
+        with urllib.request.urlopen(self.ready["metrics"], timeout=PATIENCE_S) as response:
             text = response.read().decode()
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
@@ -160,7 +160,7 @@ class GuardProcess:
                 os.kill(self.pid, signal.SIGCONT)
             self.process.terminate()
             try:
-                self.process.wait(5)
+                self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -25,7 +25,7 @@ def main() -> None:
 def answer(client: EngineClient, request: dict[str, Any]) -> Any:
     """Carry out one request."""
     if request["do"] == "metrics":
-        with urllib.request.urlopen(request["url"], timeout=5) as response:
+        with urllib.request.urlopen(request["url"], timeout=60) as response:
             lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
     root, keys = chain(request["count"], request.get("salt", "tenant"))

@@ -320,6 +320,18 @@ class Stack:
 
         until(served, f"the frontend answers {status}", PATIENCE_S, every_s=0.3)
 
+    def joined(self, workers: int, router: str = "router") -> None:
+        """Wait until a router knows so many workers, and the guard beside every rank of them."""
+
+        def known() -> bool:
+            metrics = self.metrics(router)
+            return (
+                metrics.get('kvcr_router_workers{state="ready"}') == workers
+                and metrics.get("kvcr_router_ranks_without_guard") == 0
+            )
+
+        until(known, f"{router} knows {workers} workers and their guards")
+
     def metrics(self, router: str = "router") -> dict[str, float]:
         """The router's own metrics, by name and labels as written."""
         connection = http.client.HTTPConnection("127.0.0.1", self.system_ports[router], timeout=10)

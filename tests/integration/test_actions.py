@@ -18,7 +18,7 @@ import pytest
 from acting_router import ActingRouter, one
 from deployment import Deployment
 from engine_client import EngineClient, GuardProcess, chain, engine_hashes
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from kvcr.graph.infra import start_nats
 from kvcr.keys import BlockKey, pack_keys
@@ -358,8 +358,8 @@ async def test_a_move_keeps_what_is_pinned_at_the_source_and_everything_when_the
             assert "2 blocks are in use or pinned at the source" in result.detail
         assert target.right(keys) == [True] * 12
         assert here(source, keys) == [True] * 2 + [False] * 10
-        assert source.guard.metrics()['kvcr_evicted_blocks_total{reason="moved"}'] == 10
-        assert target.guard.metrics()["kvcr_moved_blocks_total"] == 10
+        assert source.guard.wait_metric('kvcr_evicted_blocks_total{reason="moved"}', 10) == 10
+        assert target.guard.wait_metric("kvcr_moved_blocks_total", 10) == 10
 
 
 async def test_a_move_of_what_its_target_has_already_frees_the_source(deployment: Deployment) -> None:
@@ -470,7 +470,7 @@ def press(engine: EngineClient, name: str) -> None:
 
 def patiently(engine: EngineClient, count: int) -> Granted:
     """Slots, once those that were evicted for them have rested for 2 s."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + PATIENCE_S
     while len((granted := engine.reserve(count)).slots) // 4 < count and time.monotonic() < deadline_s:
         engine.give_back(granted)
         time.sleep(0.2)

@@ -74,7 +74,7 @@ class RunningGuard:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(5)
+        self.process.wait()
 
 
 def start_guard(directory: Path, *flags: str) -> RunningGuard:
@@ -120,7 +120,7 @@ def guards(tmp_path: Path) -> Iterator[list[RunningGuard]]:
     for guard in running:
         if guard.process.poll() is None:
             guard.process.send_signal(signal.SIGTERM)
-            guard.process.wait(5)
+            guard.process.wait(PATIENCE_S)
 
 
 @pytest.fixture

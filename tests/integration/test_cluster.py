@@ -125,8 +125,14 @@ async def test_a_dead_guard_is_gone_from_every_client_long_before_its_lease_is_o
                 assert revoked == [record.lease_id]
         await eventually(lambda: not client.instance_ids(), "the client forgets the guard")
         async with await deployment.etcd() as etcd:
-            assert await etcd.get(record_key(deployment.namespace, "g0")) is None
-            assert not (await etcd.get_prefix(f"v1/instances/{deployment.namespace}/")).values
+
+            async def left() -> bool:
+                instances = await etcd.get_prefix(f"v1/instances/{deployment.namespace}/")
+                record = await etcd.get(record_key(deployment.namespace, "g0"))
+                return record is None and not instances.values
+
+            # One that ends in good order takes its endpoints out one after the other.
+            await eventually(left, "nothing of it is in etcd")
         if how is signal.SIGTERM:
             assert await asyncio.to_thread(guard.process.wait) == 0
 
@@ -394,6 +400,11 @@ async def test_events_go_on_after_nats_was_restarted(deployment: Deployment, tmp
             async with listening(own, "g0") as heard:
                 await eventually(lambda: heartbeats(heard), "a heartbeat")
                 await asyncio.to_thread(server.kill)
+
+                async def noticed() -> bool:
+                    return not (await own.status("g0"))["cluster"]["nats_connected"]
+
+                await eventually(noticed, "the guard notices that NATS is gone")
                 root, keys = chain(2, "lost")
                 await asyncio.to_thread(engine.deposit, keys, root)
                 await asyncio.sleep(1.5)

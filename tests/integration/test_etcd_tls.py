@@ -58,6 +58,6 @@ async def test_a_guard_that_cannot_join_serves_its_engine_and_says_why(
         root, keys = chain(2, "no certificate")
         with EngineClient(guard, "engine") as engine:
             engine.deposit(keys, root)
-        await eventually(lambda: said in guard.log_path.read_text(), f"the guard says {said!r}", 20)
+        await eventually(lambda: said in guard.log_path.read_text(), f"the guard says {said!r}")
         assert guard.process.poll() is None
     assert etcd_tls.etcdctl("get", "--from-key", " ", "--keys-only").stdout.strip() == ""

@@ -70,19 +70,16 @@ async def kept(nats_url: str, namespace: str, guard: str = "g0") -> list[StateCh
     """What the stream has, in order."""
     connection = await nats.connect(nats_url)
     try:
-        jetstream = connection.jetstream()
+        jetstream, stream = connection.jetstream(), stream_name(namespace, "state")
         found: list[StateChange] = []
-        try:
-            subscription = await jetstream.subscribe(state_subject(namespace, guard), ordered_consumer=True)
-        except nats.js.errors.NotFoundError:
-            return found
-        with contextlib.suppress(TimeoutError):
-            # Until nothing comes any more.
-            while True:
-                message = await subscription.next_msg(0.5)
-                change = event.decode(message.data)
-                assert isinstance(change, StateChange)
-                found.append(change)
+        with contextlib.suppress(nats.js.errors.NotFoundError):
+            last = (await jetstream.stream_info(stream)).state.last_seq
+            for sequence in range(1, last + 1):
+                message = await jetstream.get_msg(stream, sequence)
+                if message.subject == state_subject(namespace, guard):
+                    change = event.decode(message.data or b"")
+                    assert isinstance(change, StateChange)
+                    found.append(change)
         return found
     finally:
         await connection.close()
@@ -170,7 +167,11 @@ async def test_a_failover_is_told_in_order_with_the_worker_it_is_about(deploymen
             assert [change.epoch for change in heard] == sorted(change.epoch for change in heard)
             assert heard[2].epoch < active.epoch < back.epoch
             assert 0 <= active.seconds < PATIENCE_S
-            assert not await is_registered(deployment, worker_id)
+
+            async def gone() -> bool:
+                return not await is_registered(deployment, worker_id)
+
+            await eventually(gone, "the dead worker is revoked")
             assert await kept(deployment.nats_url, deployment.namespace) == heard
 
             connection = await nats.connect(deployment.nats_url)

@@ -85,12 +85,13 @@ def assert_counters_agree(source: GuardProcess, target: GuardProcess, transport:
     label = f'{{transport="{transport}"}}'
     assert target.wait_metric(f"kvcr_pulled_blocks_total{label}", blocks) == blocks
     assert source.wait_metric(f"kvcr_served_blocks_total{label}", blocks) == blocks
-    assert target.metrics()[f"kvcr_pulled_bytes_total{label}"] == blocks * BLOCK_BYTES
-    assert source.metrics()[f"kvcr_served_bytes_total{label}"] == blocks * BLOCK_BYTES
+    for guard, counter in ((target, "pulled"), (source, "served")):
+        expected = blocks * BLOCK_BYTES
+        assert guard.wait_metric(f"kvcr_{counter}_bytes_total{label}", expected) == expected
     if blocks > 8 or transport != "shm":  # Up to 8 blocks are read from the mapped pool, without a lease.
         released = 'kvcr_leases_ended_total{how="released"}'
         until(lambda: source.metrics().get(released, 0) >= 1, "the lease was given back")
-        assert source.metrics()["kvcr_leases"] == 0
+        assert source.wait_metric("kvcr_leases", 0) == 0
 
 
 def assert_no_slot_is_lost(client: EngineClient, within_s: float = PATIENCE_S) -> None:
@@ -127,7 +128,7 @@ def test_over_shm_one_block_optimistically_and_sixty_four_leased(directory: Path
         assert all(target.right(keys))
         assert_counters_agree(source.guard, target.guard, "shm", 72)
         assert source.guard.metrics()["kvcr_deposited_blocks_total"] == 72
-        assert target.guard.metrics()['kvcr_fetches_total{result="ok"}'] == 3
+        assert target.guard.wait_metric('kvcr_fetches_total{result="ok"}', 3) == 3
 
 
 @needs_nixl
@@ -285,10 +286,10 @@ def test_a_source_that_is_slow_is_given_up_and_what_arrived_is_kept(directory: P
 def test_rates_are_measured_and_told_by_peer_transport_and_tier(directory: Path) -> None:
     with a_pair(directory, 300) as (_, target, root, keys, sources):
         target.fetch("r", keys, root, sources)
-        metrics = target.guard.metrics()
-        (rate,) = [value for name, value in metrics.items() if name.startswith("kvcr_pull_bytes_per_second{")]
-        assert rate > 1e6
-        assert 'kvcr_pull_bytes_per_second{peer="a",transport="shm",tier="2"}' in metrics
+        rate = 'kvcr_pull_bytes_per_second{peer="a",transport="shm",tier="2"}'
+        until(lambda: target.guard.metrics().get(rate, 0) > 1e6, "the rate is told")
+        names = [name for name in target.guard.metrics() if name.startswith("kvcr_pull_bytes_per_second{")]
+        assert names == [rate]
 
 
 # --- corruption ------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_a_corrupt_block_fails_alone_and_is_quarantined_at_its_source(
         assert target.right(keys) == [True, True, False] + [True] * (count - 3)
         assert target.guard.wait_metric('kvcr_corrupt_blocks_total{where="pull"}', 1) == 1
         assert source.guard.wait_metric('kvcr_corrupt_blocks_total{where="source"}', 1) == 1
-        assert source.guard.metrics()['kvcr_pool_slots{state="quarantined"}'] == 1
+        assert source.guard.wait_metric('kvcr_pool_slots{state="quarantined"}', 1) == 1
         assert_counters_agree(source.guard, target.guard, transport, count - 1)
         _, progress = target.fetch("again", keys, root, sources)
         assert statuses(progress)[2] is BlockStatus.MISS
@@ -471,16 +472,14 @@ def test_a_second_engine_waits_for_the_death_of_the_first(directory: Path) -> No
             assert "writer locks" in refused.reason
             writer.kill()
             writer.wait()
-        deadline_s = time.monotonic() + 3
-        while time.monotonic() < deadline_s:
+
+        def taken() -> Welcome | None:
             with socket_to(guard) as second:
                 second.send(hello("engine-b"))
                 reply = to_engine.decode(second.recv(65536))
-            if isinstance(reply, Welcome):
-                break
-            time.sleep(0.05)
-        assert isinstance(reply, Welcome)
-        assert reply.epoch > welcome.epoch
+            return reply if isinstance(reply, Welcome) else None
+
+        assert until(taken, "the second engine is taken").epoch > welcome.epoch
 
 
 def test_another_layout_is_refused_by_name_or_discards_the_pool(directory: Path) -> None:
@@ -506,11 +505,14 @@ def test_an_idle_guard_uses_no_cpu(directory: Path) -> None:
     with a_pair(directory, 20, arguments) as (source, target, root, keys, sources):
         _, progress = target.fetch("r", keys, root, sources)
         assert statuses(progress) == [OK] * 20
-        time.sleep(0.3)
-        before = source.guard.cpu_s() + target.guard.cpu_s()
-        time.sleep(2.0)
-        # 20 ms of two guards in 2 s is 0.5 % of a core each.
-        assert source.guard.cpu_s() + target.guard.cpu_s() - before <= 0.02
+
+        def used_s() -> float:
+            before_s = source.guard.cpu_s() + target.guard.cpu_s()
+            time.sleep(2.0)
+            return source.guard.cpu_s() + target.guard.cpu_s() - before_s
+
+        # 20 ms of two guards in 2 s is 0.5 % of a core each. What it did before ends later on a busy machine.
+        until(lambda: used_s() <= 0.02, "two guards that have nothing to do use no CPU", 15.0)
 
 
 def test_the_view_tells_other_threads_what_the_guard_is_doing(directory: Path) -> None:
@@ -540,13 +542,11 @@ def test_the_view_tells_other_threads_what_the_guard_is_doing(directory: Path) -
             assert [block["tier"] for block in view.inspect(pack_keys(keys))["blocks"]] == [None, None]
             with pytest.raises(ProtocolError):
                 view.inspect(b"ragged")
-        deadline_s = time.monotonic() + 3
-        while view.state != "ACTIVE" and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert (view.state, view.epoch) == ("ACTIVE", 2)
+        until(lambda: view.state == "ACTIVE", "the engine's death is found")
+        assert view.epoch == 2
     finally:
         guard.stop()
-        thread.join(5)
+        thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -640,6 +640,7 @@ def test_junk_closes_the_connection_and_nothing_else(directory: Path) -> None:
             router.socket.send(b"\xff" * 100)
             with pytest.raises(zmq.Again):
                 router.socket.recv()
+        with Router(guard.endpoint) as router:
             assert isinstance(router.ask(PeerHello(VERSION, 1, "router", 0, "")), PeerWelcome)
         root, keys = chain(2, "tenant")
         client.deposit(keys, root)
@@ -665,12 +666,12 @@ def test_an_engine_without_a_guard_starts_one_once(directory: Path) -> None:
 
 
 def test_a_lingering_guard_leaves_with_its_files(directory: Path) -> None:
-    with guards(directory, "a", arguments=["--linger-s", "0.5"]) as (guard,):
+    with guards(directory, "a", arguments=["--linger-s", "2"]) as (guard,):
         with EngineClient(guard, "engine-a") as client:
-            time.sleep(1.5)
+            time.sleep(3)
             assert guard.process.poll() is None
             client.deposit(chain(1, "x")[1], chain(1, "x")[0])
-        assert guard.process.wait(10) == 0
+        assert guard.process.wait(PATIENCE_S) == 0
         assert not guard.pool_dir.exists()
 
 
@@ -680,7 +681,7 @@ def test_a_lingering_guard_leaves_with_its_files(directory: Path) -> None:
 class Router:
     """A router's side of the control socket."""
 
-    def __init__(self, endpoint: str, timeout_ms: int = 5000) -> None:
+    def __init__(self, endpoint: str, timeout_ms: int = int(1000 * PATIENCE_S)) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.rcvtimeo = timeout_ms
@@ -702,7 +703,7 @@ class Router:
 
 def socket_to(guard: GuardProcess) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(5)
+    sock.settimeout(PATIENCE_S)
     sock.connect(guard.ready["socket"])
     return sock
 

@@ -215,6 +215,6 @@ def test_directories_of_guards_that_engines_started_are_taken_from_the_dead_only
                     time.sleep(0.5)
                     for kept in ("revived", "alive", "engine-lives", "deployed"):
                         assert (shm_dir / kept / "guard.lock").exists(), kept
-                assert "removed" in starts.log_path.read_text()
+                until(lambda: "removed" in starts.log_path.read_text(), "it says what it removed")
         finally:
             lock.release()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import BUSY_S
+from waiting import BUSY_S, PATIENCE_S
 
 from kvcr.dynamo.etcd import connect
 from kvcr.graph.infra import start_etcd
@@ -98,7 +98,7 @@ class Serve:
     def component(self, name: str) -> dict[str, Any]:
         return next(entry for entry in self.state["components"] if entry["name"] == name)
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -282,7 +282,7 @@ def test_a_killed_component_is_restarted_where_it_was(serve: Callable[..., Serve
     for what, url in before["urls"].items():
         # Clients know the others by heart; nats-server's monitoring has a port of the day.
         assert what == "monitor" or after["urls"][what] == url
-    assert f"{name} ended with SIGKILL, restarting it" in graph.said
+    graph.wait(lambda: f"{name} ended with SIGKILL, restarting it" in graph.said)
 
 
 def test_a_component_that_keeps_dying_is_restarted_later_each_time(serve: Callable[..., Serve]) -> None:
@@ -300,7 +300,7 @@ def test_without_a_restart_policy_a_crash_is_reported_and_left(serve: Callable[.
     graph.wait_until_up()
     os.kill(graph.component("frontend")["pid"], signal.SIGKILL)
     graph.wait(lambda: graph.component("frontend")["state"] == "ended")
-    assert "frontend ended with SIGKILL; not restarted" in graph.said
+    graph.wait(lambda: "frontend ended with SIGKILL; not restarted" in graph.said)
     assert graph.process.poll() is None
 
 
@@ -327,7 +327,7 @@ def test_a_killed_launcher_takes_its_children_along_and_the_next_one_sweeps(
 
 
 def failed(graph: Serve) -> str:
-    assert graph.process.wait(20) == 2, graph.said
+    assert graph.process.wait(PATIENCE_S) == 2, graph.said
     return graph.said
 
 
@@ -359,7 +359,7 @@ def test_a_component_that_dies_while_starting_ends_the_start_with_its_log(
     serve: Callable[..., Serve],
 ) -> None:
     graph = serve(SMALL, "--Frontend.ServiceArgs.args=[--no-such-flag]")
-    assert graph.process.wait(60) == 1
+    assert graph.process.wait(PATIENCE_S) == 1
     assert "frontend ended with exit code" in graph.said
     assert "no-such-flag" in graph.said
     assert graph.leftovers() == []
@@ -367,7 +367,7 @@ def test_a_component_that_dies_while_starting_ends_the_start_with_its_log(
 
 def test_print_plan_starts_nothing(serve: Callable[..., Serve]) -> None:
     graph = serve(SMALL, "--print-plan")
-    assert graph.process.wait(20) == 0
+    assert graph.process.wait(PATIENCE_S) == 0
     assert "-m dynamo.frontend" in graph.said
     assert "-m kvcr.guard" in graph.said
     assert not graph.run_dir.exists()
@@ -381,7 +381,7 @@ def test_two_runs_cannot_share_a_directory(serve: Callable[..., Serve]) -> None:
         [sys.executable, "-m", "kvcr.cli", "serve", "-f", str(file), "--run-dir", str(graph.run_dir)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert second.returncode == 2

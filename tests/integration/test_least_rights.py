@@ -130,13 +130,13 @@ def test_a_deployment_works_with_the_rights_of_its_roles(joined: Joined, shm_dir
     joined.secure.start()
     joined.be("guard")
     joined.real_guard("g1", shm_dir / "g1", "--secret-file", str(joined.directory / "users" / "secret"))
-    until(lambda: "g1" in joined.kvcr("status"), "a guard that comes after the restart is registered", 30)
+    until(lambda: "g1" in joined.kvcr("status"), "a guard that comes after the restart is registered")
     assert "g0" in joined.kvcr("status"), "and the one from before still is"
     assert joined.ask(prompt_of(8, "after the restart"))[0] == 200
 
     # A guard that takes over revokes the lease of its worker, which needs write access to all its keys.
     worker.kill()
-    until(lambda: not asyncio.run(_cards(joined)), "the guard takes the dead worker's card out of etcd", 30)
+    until(lambda: not asyncio.run(_cards(joined)), "the guard takes the dead worker's card out of etcd")
 
 
 async def test_nobody_has_more_rights_than_its_role(joined: Joined) -> None:

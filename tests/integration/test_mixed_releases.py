@@ -55,10 +55,10 @@ def other(tmp_path: Path) -> Any:
     return make
 
 
-def open_engine(guard: GuardProcess, wait_s: float = 10.0) -> Kvcr:
+def open_engine(guard: GuardProcess) -> Kvcr:
     memory = HostBlockMemory([np.zeros((32, LAYOUT.part_bytes), np.uint8)])
     config = EngineConfig(socket=guard.ready["socket"], namespace="test")
-    return Kvcr.open(config, LAYOUT, memory, standing_blocks=8, wait_s=wait_s)
+    return Kvcr.open(config, LAYOUT, memory, standing_blocks=8, wait_s=PATIENCE_S)
 
 
 # --- engine and guard ---------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_an_engine_meets_a_guard_of_another_protocol_and_serves_cold(
 ) -> None:
     root, keys = chain(3, "cold")
     with GuardProcess(shm_dir, "g0", env=other({"kvcr.protocol.engine.VERSION": version})) as guard:
-        kv = open_engine(guard, wait_s=5.0)
+        kv = open_engine(guard)
         try:
             assert not kv.connected
             refused = kv._scheduler.refused
@@ -86,7 +86,7 @@ def test_an_engine_meets_a_guard_of_another_protocol_and_serves_cold(
 
 def test_an_engine_that_names_blocks_otherwise_is_refused(shm_dir: Path, other: Any) -> None:
     with GuardProcess(shm_dir, "g0", env=other({"kvcr.keys._PERSON": b"kvcr-other"})) as guard:
-        kv = open_engine(guard, wait_s=5.0)
+        kv = open_engine(guard)
         try:
             refused = kv._scheduler.refused
             assert refused is not None

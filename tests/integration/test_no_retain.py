@@ -119,9 +119,8 @@ def test_over_shm_blocks_go_straight_from_the_peers_pool_to_the_engine(directory
         result = engine.load("once", keys)
         assert set(result.statuses.tolist()) == {OK}
         assert all(engine.has(keys))
-        metrics = engine.guard.metrics()
-        assert metrics['kvcr_transit_blocks_total{how="in_place"}'] == 60
-        assert 'kvcr_transit_blocks_total{how="slot"}' not in metrics
+        assert engine.guard.wait_metric('kvcr_transit_blocks_total{how="in_place"}', 60) == 60
+        assert 'kvcr_transit_blocks_total{how="slot"}' not in engine.guard.metrics()
         assert_nothing_is_left(engine, source, "shm", 60)
         engine.scheduler.finish("once")
         # And is not there the next time.
@@ -141,7 +140,7 @@ def test_over_nixl_a_long_prompt_passes_through_a_few_slots(directory: Path) -> 
         result = engine.load("once", keys)
         assert set(result.statuses.tolist()) == {OK}
         assert all(engine.has(keys))
-        assert engine.guard.metrics()['kvcr_transit_blocks_total{how="slot"}'] == 60
+        assert engine.guard.wait_metric('kvcr_transit_blocks_total{how="slot"}', 60) == 60
         # Freed as soon as the engine has the bytes, and not when the request is over.
         assert_nothing_is_left(engine, source, "nixl", 60)
         engine.scheduler.finish("once")
@@ -190,7 +189,7 @@ def test_where_the_engine_cannot_map_the_peers_pool_blocks_take_the_way_through_
             assert set(engine.load("again", keys).statuses.tolist()) == {OK}
             assert all(engine.has(keys))
             engine.scheduler.finish("again")
-            assert engine.guard.metrics()['kvcr_transit_blocks_total{how="slot"}'] == 20
+            assert engine.guard.wait_metric('kvcr_transit_blocks_total{how="slot"}', 20) == 20
         finally:
             os.rename(directory / "elsewhere", source.directory)
 

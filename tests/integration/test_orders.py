@@ -33,6 +33,7 @@ class Scene:
         self.holder = stack.worker("w0", "--control", control)
         self.other = stack.worker("w1", "--control", other)
         stack.ready()
+        stack.joined(2)
         self._prompts = 0
 
     def held(self) -> str:

@@ -65,7 +65,8 @@ def test_by_itself_it_is_measured_against_ours_and_must_be_faster(directory: Pat
         _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 20)])
         assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 20, "shm")
         for transport in ("shm", "vmread"):
-            assert b.metrics()[f'kvcr_canaries_total{{transport="{transport}",result="ok"}}'] == 1
+            verified = f'kvcr_canaries_total{{transport="{transport}",result="ok"}}'
+            assert b.wait_metric(verified, 1) == 1
 
 
 def test_one_that_brings_wrong_bytes_or_does_not_load_is_left_out(directory: Path, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_one_that_brings_wrong_bytes_or_does_not_load_is_left_out(directory: Pat
         source.deposit(keys, root)
         _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 20)])
         assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 20, "shm")
-        assert b.metrics()['kvcr_canaries_total{transport="vmread",result="failed"}'] == 1
+        assert b.wait_metric('kvcr_canaries_total{transport="vmread",result="failed"}', 1) == 1
         assert "transport plugin broken (acme_broken:Nothing) cannot be used" in b.log_path.read_text()
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvcr.harness import headers
+from kvcr.harness import Harness, headers
 from tests.integration.router_stack import Part, Stack, Worker, at_once, until
 from tests.integration.test_router import prompt_of
-from tests.integration.tiny_tokenizer import tokenize, write_model
+from tests.integration.tiny_tokenizer import READY, tokenize, write_model
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -39,6 +39,10 @@ class Pair:
             self.guards[f"g{number}"], self.workers[f"w{number}"] = guard, worker
         stack.ready()
         until(lambda: all(self.heard(name) == 2 for name in ROUTERS), "the routers find each other")
+        for name in ROUTERS:
+            stack.joined(2, name)
+        # The frontend hears of each of them in its own time.
+        until(lambda: stack.ask(READY) and all(self.served(name) for name in ROUTERS), "it asks both")
 
     def start(self, name: str) -> Part:
         return self.stack.router("--prefill-tokens-per-s", "2000", "--host-bytes-per-s", "1e9", name=name)
@@ -104,14 +108,19 @@ def test_two_routers_are_one(pair: Pair) -> None:
     one, two = (stack.harness(name) for name in ROUTERS)
 
     # The frontend spreads requests, and each router knows the sessions of both.
+    before = {router: pair.served(router) for router in ROUTERS}
     sessions = [f"s{n}" for n in range(6)]
     for name in sessions:
         pair.turn(name, prompt_of(BLOCKS, name), "w0")
-    assert all(pair.served(router) >= 2 for router in ROUTERS)
+    until(lambda: all(pair.served(router) >= before[router] + 2 for router in ROUTERS), "both served")
+
+    def known(kv: Harness, session: str) -> bool:
+        info = kv.session(session)
+        return info is not None and (info.blocks, info.home) == (BLOCKS, "g0")
+
     for name in sessions:
         for kv in (one, two):
-            info = until(lambda kv=kv, name=name: kv.session(name), f"{name} is known at both")
-            assert (info.blocks, info.home) == (BLOCKS, "g0")
+            until(lambda kv=kv, name=name: known(kv, name), f"{name} is known at both, with its home")
 
     # Both indexes are built from the guards.
     prompt = prompt_of(BLOCKS, "s0")
@@ -153,7 +162,7 @@ def test_a_router_that_is_killed_leaves_its_sessions_and_its_plans_to_the_other(
         # What is said is on its way for a moment; what a dead router did not get out is lost.
         until(lambda n=n: kv["router-2"].session(f"kept{n}").announced, "the other was told of the turn")
     pair.routers["router"].kill()
-    until(lambda: pair.heard("router-2") == 1, "the survivor notices", 30)
+    until(lambda: pair.heard("router-2") == 1, "the survivor notices")
     # The frontend still lists the dead one for a while, and tries it; the other half is served.
     served = 0
     for n in range(8):
@@ -169,5 +178,5 @@ def test_a_router_that_is_killed_leaves_its_sessions_and_its_plans_to_the_other(
 
     # It comes back with nothing, and is told.
     pair.routers["router"] = pair.start("router")
-    until(lambda: pair.heard("router-2") == 2, "they find each other again", 60)
-    until(lambda: kv["router"].session("kept1"), "the new one is told of sessions", 30)
+    until(lambda: pair.heard("router-2") == 2, "they find each other again")
+    until(lambda: kv["router"].session("kept1"), "the new one is told of sessions")

@@ -14,7 +14,7 @@ import nats
 import pytest
 from deployment import Deployment
 from engine_client import EngineClient, chain
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from kvcr.graph import bootstrap, infra
 from kvcr.protocol.events import (
@@ -103,7 +103,7 @@ async def test_a_guard_tells_and_obeys_with_nothing_but_its_own_rights(secured: 
         root, keys = chain(3, "roles")
         with EngineClient(guard, "engine") as engine:
             engine.deposit(keys, root)
-            assert (await heard.next_msg(10)).data
+            assert (await heard.next_msg(PATIENCE_S)).data
             environment = {
                 **os.environ,
                 **place.environment,
@@ -121,7 +121,7 @@ async def test_a_guard_tells_and_obeys_with_nothing_but_its_own_rights(secured: 
                 check=False,
             )
             assert done.returncode == 0, done.stdout + done.stderr
-            answer = event.decode((await results.next_msg(10)).data)
+            answer = event.decode((await results.next_msg(PATIENCE_S)).data)
             assert isinstance(answer, ActionResult)
             assert answer.code == "done"
     await ours.close()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from kvcr.protocol.events import (
 from router_hints.inventory import SILENT_S
 from tests.integration.router_stack import BLOCK, Part, Stack, Worker, at_once, until
 from tests.integration.tiny_tokenizer import tokenize, write_model
-from tests.integration.waiting import BUSY_S, PATIENCE_S
+from tests.integration.waiting import BUSY_S, PATIENCE_S, eventually
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -64,6 +64,7 @@ class Scene:
         for number, (guard, worker) in enumerate(at_once(*(partial(stack.node, n) for n in range(2)))):
             self.guards[f"g{number}"], self.workers[f"w{number}"] = guard, worker
         stack.ready()
+        stack.joined(2)
 
     def ask(self, prompt: str, worker: str = "", **options: Any) -> tuple[int, dict[str, Any]]:
         if worker:
@@ -96,13 +97,13 @@ def prompt_of(blocks: int, seed: str) -> str:
 
 
 class Listener:
-    """Collects what is published on a subject while the block runs."""
+    """Collects what is published on a subject: until it is ``enough``, and for a moment more."""
 
     def __init__(self, url: str, subject: str) -> None:
         self._url = url
         self._subject = subject
 
-    def during(self, action: Any) -> list[Any]:
+    def during(self, action: Any, enough: Callable[[list[Any]], bool] = bool) -> list[Any]:
         async def run() -> list[Any]:
             client = await nats.connect(self._url)
             got: list[Any] = []
@@ -113,10 +114,7 @@ class Listener:
             await client.subscribe(self._subject, cb=keep)
             await client.flush()
             await asyncio.to_thread(action)
-            for _ in range(40):
-                if got:
-                    break
-                await asyncio.sleep(0.05)
+            await eventually(lambda: enough(got), f"enough is heard on {self._subject}")
             await asyncio.sleep(0.2)
             await client.close()
             return got
@@ -237,14 +235,18 @@ def _pin(worker: Worker) -> dict[str, Any]:
 
 def test_blocks_in_engine_memory_attract_the_request(scene: Scene) -> None:
     prompt = prompt_of(PROMPT_BLOCKS, "in engine memory")
-    scene.ask(prompt, worker="w1")
-    scene.quiet()
-    # The worker announced the prompt as stored; the event needs a moment through NATS.
-    time.sleep(1.0)
+    planned = 'kvcr_router_planned_tokens_total{tier="g1"}'
+
+    def known() -> bool:
+        """Whether a plan for the worker that announced the prompt as stored counts on that."""
+        before = scene.stack.metrics().get(planned, 0)
+        scene.ask(prompt, worker="w1")
+        return scene.stack.metrics().get(planned, 0) >= before + PROMPT_BLOCKS * BLOCK
+
+    until(known, "the router heard of its event", every_s=0.2)
     scene.quiet()
     assert scene.ask(prompt)[0] == 200
     assert scene.seen("w1")["request"].get("kv_hint") is None
-    assert scene.stack.metrics()['kvcr_router_planned_tokens_total{tier="g1"}'] >= PROMPT_BLOCKS * BLOCK
 
 
 def test_tenants_do_not_share(scene: Scene) -> None:
@@ -356,7 +358,8 @@ def test_a_lost_event_is_replayed_and_a_removed_block_is_not_offered(scene: Scen
     asked = scene.guards["g1"].tell(lose=tokens)["asked"]
     until(lambda: scene.stack.indexed("g1") >= before + PROMPT_BLOCKS, "the heartbeat shows the loss")
     now = scene.guards["g1"].tell()["asked"]
-    assert now["replay"] == asked["replay"] + 1
+    # Once, unless a busy guard answered late.
+    assert now["replay"] > asked["replay"]
     assert now["snapshot"] == asked["snapshot"]
     scene.guards["g1"].tell(remove=tokens)
     until(lambda: scene.stack.indexed("g1") == before, "the removal is indexed")
@@ -394,7 +397,10 @@ def test_locations_are_published_and_kept(scene: Scene) -> None:
         scene.guards["g1"].tell(store=tokens)
         scene.ask(prompt, worker="w0")
 
-    got = Listener(scene.stack.nats.url, locations_subject("dynamo")).during(act)
+    def enough(got: list[Any]) -> bool:
+        return {1, 2} <= {each.tier for each in got if isinstance(each, Locations)}
+
+    got = Listener(scene.stack.nats.url, locations_subject("dynamo")).during(act, enough)
     by_tier = {each.tier: each for each in got if isinstance(each, Locations)}
     assert by_tier[2].guard == "g1"
     assert by_tier[2].worker_id == scene.workers["w1"].worker_id
@@ -485,6 +491,7 @@ def test_without_guards_requests_go_to_workers_with_room(stack: Stack) -> None:
     stack.router()
     workers = [stack.worker(f"w{n}") for n in range(2)]
     stack.ready()
+    stack.joined(2)
     for number in range(8):
         assert stack.ask(f"{number} " * 40)[0] == 200
     requests = [w.expect("request") for w in workers]
@@ -496,6 +503,7 @@ def test_a_worker_killed_before_its_first_output_costs_a_plan_not_the_request(st
     stack.router()
     workers = [stack.worker(f"w{n}") for n in range(2)]
     stack.ready()
+    stack.joined(2)
     # Dead, but listed until its lease ends: dispatches to it fail to connect.
     workers[0].kill()
     for number in range(6):
@@ -568,8 +576,8 @@ def test_a_worker_with_another_block_size_gets_nothing(stack: Stack) -> None:
     for number in range(6):
         assert stack.ask(f"{number} " * 40)[0] == 200
     assert odd.silent("request")
+    until(lambda: stack.metrics()['kvcr_router_workers{state="refused"}'] == 1, "the odd one is refused")
     assert "KV blocks of 32 tokens" in (stack.directory / "router.log").read_text()
-    assert stack.metrics()['kvcr_router_workers{state="refused"}'] == 1
 
 
 def test_routing_goes_on_without_nats_and_hints_come_back_with_it(stack: Stack) -> None:
@@ -614,7 +622,8 @@ def test_a_router_that_starts_late_reads_snapshots(stack: Stack) -> None:
     stack.router("--prefill-tokens-per-s", "2000")
     stack.ready()
     until(lambda: stack.indexed("g1") == PROMPT_BLOCKS, "the snapshot is indexed")
-    assert other.tell()["asked"]["snapshot"] == 1
+    # Once, unless a busy guard answered late.
+    assert other.tell()["asked"]["snapshot"] >= 1
     rebuilt = until(lambda: stack.metrics()["kvcr_router_index_rebuild_seconds"], "the index is rebuilt")
     assert 0 < rebuilt < PATIENCE_S
     assert stack.ask(prompt, nvext=_pin(worker))[0] == 200
@@ -650,9 +659,9 @@ def test_unsigned_guards_are_ignored_in_a_deployment_with_a_secret(stack: Stack)
     stack.worker("w0", "--control", control)
     router = stack.router("--secret-file", str(stack.directory / "secret"))
     stack.ready()
-    log = until(lambda: router.log.read_text(), "the router logs")
-    assert "guards/g1 is ignored: record kvcr/v1/dynamo/guards/g1 is not signed" in log
-    assert stack.metrics()["kvcr_router_ranks_without_guard"] == 0
+    told = "guards/g1 is ignored: record kvcr/v1/dynamo/guards/g1 is not signed"
+    until(lambda: told in router.log.read_text(), "the router says whom it does not believe")
+    stack.joined(1)
 
 
 def test_a_worker_lost_in_mid_stream_is_an_error_and_nothing_else(stack: Stack) -> None:
@@ -660,6 +669,7 @@ def test_a_worker_lost_in_mid_stream_is_an_error_and_nothing_else(stack: Stack) 
     stack.router()
     worker, other = stack.worker("w0"), stack.worker("w1")
     stack.ready()
+    stack.joined(2)
     other.silent("-")
     options = {"headers": {"x-dynamo-meta-behaviour": "slow"}, "nvext": _pin(worker)}
     with stack.stream("cut off", **options) as chunks:
@@ -679,6 +689,7 @@ def test_a_stream_whose_worker_is_killed_goes_on_with_another_worker(model: Path
         stack.router()
         workers = [stack.worker("w0"), stack.worker("w1")]
         stack.ready()
+        stack.joined(2)
         for worker in workers:
             worker.silent("-")
         with stack.stream("cut off", headers={"x-dynamo-meta-behaviour": "slow"}, max_tokens=50) as chunks:
@@ -751,7 +762,7 @@ class Racks:
             self.guards[name] = guard
             self.workers[name] = stack.worker(f"w{name}", "--control", control)
         stack.ready()
-        until(lambda: stack.metrics().get("kvcr_router_ranks_without_guard") == 0, "every guard is known")
+        stack.joined(3)
         for worker in self.workers.values():
             worker.silent("-")
 
@@ -806,7 +817,7 @@ def test_data_parallel_ranks_are_sources_and_targets_like_workers(stack: Stack) 
     controls = [word for _, control in guards for word in ("--control", control)]
     server = stack.worker("w0", *controls)
     stack.ready()
-    until(lambda: stack.metrics().get("kvcr_router_ranks_without_guard") == 0, "every guard is known")
+    stack.joined(1)
     server.silent("-")
     scene, hang = SimpleNamespace(stack=stack), {"x-dynamo-meta-behaviour": "hang"}
     with Blocked(scene, prompt_of(200, "long"), {"headers": hang, "nvext": {}}):  # type: ignore[arg-type]

@@ -124,7 +124,11 @@ def told(stack: Stack, guard: str, state: str) -> bool:
         assert isinstance(change, StateChange)
         return change
 
-    return asyncio.run(last()).state == state
+    try:
+        return asyncio.run(last()).state == state
+    except nats.errors.Error:
+        # JetStream of a server that just came back is not there yet.
+        return False
 
 
 def test_a_dead_worker_gets_no_request_and_its_sessions_read_its_pool_until_they_go_home(pair: Pair) -> None:

@@ -20,6 +20,7 @@ import pytest
 from kvcr.harness import SignalRefused, headers
 from kvcr.protocol.engine import BlockStatus
 from kvcr.protocol.signals import signals_subject
+from router_hints.http import MAX_WAIT_S
 from router_hints.names import extend_names, unpack
 from tests.integration.live import Live, engine_hashes, keys_of
 from tests.integration.router_stack import BLOCK, until
@@ -73,7 +74,7 @@ def test_a_fork_is_copied_to_the_worker_with_room_before_its_request(
         osl=50,
         starts_in_s=3.0,
         runs_s=350.0,
-        wait_s=10.0,
+        wait_s=MAX_WAIT_S,
     )
     assert (reply.decision, reply.result, reply.guard) == ("prefetch", "done", "b"), reply
     assert (reply.blocks, reply.bytes) == (BLOCKS, BLOCKS * live.a.engine.layout.part_bytes)
@@ -87,7 +88,7 @@ def test_a_fork_is_copied_to_the_worker_with_room_before_its_request(
 
 def test_the_next_turn_is_prefetched_and_its_request_goes_there(live: Live, prompt: str, main: str) -> None:
     tokens = live.ran(main, prompt, "a")
-    reply = live.kv.next_turn(main, starts_in_s=2.0, isl=400, osl=20, wait_s=10.0)
+    reply = live.kv.next_turn(main, starts_in_s=2.0, isl=400, osl=20, wait_s=MAX_WAIT_S)
     assert (reply.decision, reply.reason, reply.result) == ("prefetch", "next_turn", "done"), reply
     assert live.b.has(tokens) == [True] * BLOCKS
     until(lambda: set(places(live, main, "G2")) == {"a", "b"}, "the router knows both places")
@@ -115,7 +116,7 @@ def test_a_session_that_wakes_up_is_moved_and_its_source_freed_after_the_copy(
 ) -> None:
     tokens = live.ran(main, prompt, "a")
     live.trending()
-    reply = live.kv.wake_up(main, idle_s=2400.0, isl=400, osl=20, wait_s=10.0)
+    reply = live.kv.wake_up(main, idle_s=2400.0, isl=400, osl=20, wait_s=MAX_WAIT_S)
     assert (reply.decision, reply.result) == ("move", "done"), reply
     assert live.b.has(tokens) == [True] * BLOCKS
     until(lambda: live.a.has(tokens) == [False] * BLOCKS, "the source is freed")
@@ -156,7 +157,7 @@ def test_a_compaction_drops_the_tail_on_every_holder_and_spares_what_a_fork_shar
     fork = live.ran(f"child of {main}", prompt[: 12 * 16 - 8] + "!" * 80, "b", parent=main)
     shared = sum(x == y for x, y in zip(keys_of(tokens), keys_of(fork), strict=False))
     assert 10 <= shared <= 12
-    reply = live.kv.compaction(main, keeps=3 * 16, isl_before=len(tokens), isl_after=100, wait_s=15.0)
+    reply = live.kv.compaction(main, keeps=3 * 16, isl_before=len(tokens), isl_after=100, wait_s=MAX_WAIT_S)
     assert (reply.decision, reply.result) == ("invalidate", "done"), reply
     assert sorted(action.guard for action in reply.actions) == ["a", "b"]
     expected = [True] * shared + [False] * (BLOCKS - shared)
@@ -198,7 +199,9 @@ def test_a_compaction_drops_what_is_only_in_engine_memory(live: Live, prompt: st
     assert status == 200
     until(lambda: places(live, main, "G1").get("b") == BLOCKS, "the router sees them in G1")
     assert places(live, main, "G2") == {}
-    reply = live.kv.compaction(main, keeps=3 * BLOCK, isl_before=len(tokens), isl_after=100, wait_s=15.0)
+    reply = live.kv.compaction(
+        main, keeps=3 * BLOCK, isl_before=len(tokens), isl_after=100, wait_s=MAX_WAIT_S
+    )
     assert (reply.decision, reply.result) == ("invalidate", "done"), reply
     expected = hashes_in_g1(tokens)
     until(lambda: set(expected[3:]) <= set(live.b.engine.dropped), "the engine dropped them")
@@ -213,7 +216,7 @@ def test_engine_memory_is_known_again_after_a_restart_and_shown_by_where(
     known = live.stack.metrics()["kvcr_router_g1_blocks"]
     late = live.stack.router(name="late")
     try:
-        until(lambda: g1_blocks(live, "late") >= known, "a router that starts late knows engine memory", 60.0)
+        until(lambda: g1_blocks(live, "late") >= known, "a router that starts late knows engine memory")
     finally:
         late.stop()
     where = cli(live, "where", prompt, "--model", str(live.stack.model), "--json")
@@ -252,7 +255,7 @@ def test_a_sub_agent_that_is_done_goes_first_under_pressure_and_its_parent_stays
         child = live.ran("child", prompt_of(20, "parent")[:-8] + "?" * 400, "a", parent="main")
         others = live.ran("other", prompt_of(20, "other"), "a")
         assert all(live.a.has(child))
-        reply = live.kv.sub_agent_done("child", wait_s=10.0)
+        reply = live.kv.sub_agent_done("child", wait_s=MAX_WAIT_S)
         assert (reply.decision, reply.result) == ("demote", "done"), reply
         own = len(keys_of(child)) - sum(x == y for x, y in zip(keys_of(child), keys_of(parent), strict=False))
         assert reply.blocks == own > 10
@@ -272,12 +275,12 @@ def test_a_pinned_session_survives_pressure_until_it_is_unpinned(tmp_path: Path)
     live = Live(tmp_path, nodes="a", slots=100)
     try:
         tokens = live.ran("main", prompt_of(15, "pinned"), "a")
-        reply = live.kv.pin("main", ttl_s=120.0, wait_s=10.0)
+        reply = live.kv.pin("main", ttl_s=120.0, wait_s=MAX_WAIT_S)
         assert (reply.decision, reply.result, reply.blocks) == ("pin", "done", 15), reply
         for n in range(10):
             live.press("a", 10, f"pressure {n}")
         assert all(live.a.has(tokens))
-        withdrawn = live.kv.withdraw(reply.signal_id, wait_s=10.0)
+        withdrawn = live.kv.withdraw(reply.signal_id, wait_s=MAX_WAIT_S)
         assert withdrawn is not None
         assert [action.result for action in withdrawn.actions] == ["done", "done"]
         for n in range(10, 20):
@@ -332,7 +335,7 @@ def test_a_tenant_cannot_touch_anothers_session(live: Live, prompt: str, main: s
     assert live.a.has(tokens, "one") == [True] * BLOCKS
     owner = live.stack.harness(tenant="one")
     assert owner.session(main).blocks == BLOCKS  # type: ignore[union-attr]
-    assert owner.compaction(main, keeps=0, wait_s=15.0).blocks == BLOCKS
+    assert owner.compaction(main, keeps=0, wait_s=MAX_WAIT_S).blocks == BLOCKS
     assert live.a.has(tokens, "one") == [False] * BLOCKS
 
 

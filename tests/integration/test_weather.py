@@ -100,8 +100,8 @@ def works(live: Live, seed: str) -> None:
 def test_routing_goes_on_and_everything_reconciles(live: Live, sound: list[Live], outage: str) -> None:
     begin, end = OUTAGES[outage]
     works(live, f"before: {outage}")
+    until(lambda: min(map(live.stack.indexed, live.nodes)) >= BLOCKS, "the router knows both pools")
     known = {name: live.stack.indexed(name) for name in live.nodes}
-    assert min(known.values()) >= BLOCKS
     routers = [part.process.pid for part in live.stack.parts if part.name == "router"]
 
     begin(live)
