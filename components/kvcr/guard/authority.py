@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -16,13 +15,14 @@ import zmq
 
 from kvcr import __version__
 from kvcr.config import GuardConfig, PeerRecord
-from kvcr.errors import LayoutMismatch, MustFail, PoolBusy, PoolCorrupt, ProtocolError
+from kvcr.errors import ProtocolError
 from kvcr.guard import addresses, gauges, leftovers, permissions
 from kvcr.guard.actions import Actions
 from kvcr.guard.canary import Canary
 from kvcr.guard.choosing import PeerContext
 from kvcr.guard.connection import Listener
 from kvcr.guard.control import ControlServer
+from kvcr.guard.custody import Custody
 from kvcr.guard.deposits import Deposits
 from kvcr.guard.engines import EngineServer
 from kvcr.guard.fetches import Fetches
@@ -50,10 +50,7 @@ from kvcr.guard.view import GuardState
 from kvcr.keys import KEY_BYTES, probe_key
 from kvcr.layout import Layout
 from kvcr.metrics import serve_metrics
-from kvcr.policy import DefaultPolicy, Policy, load_policy
-from kvcr.pool import META, FileLock, Listing, Pool, boot_id, is_dead, next_incarnation
-from kvcr.pool.files import require_room
-from kvcr.pool.locks import GUARD_LOCK, make_dir
+from kvcr.pool import Listing, Pool, boot_id, next_incarnation
 from kvcr.protocol.events import Act, ActionResult, Heartbeat, Inventory, StateChange
 from kvcr.protocol.peer import ToClient, to_client, to_server
 from kvcr.tracing import open_tracer
@@ -61,7 +58,6 @@ from kvcr.transfer import plugins
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
 from kvcr.transfer.nixl import NixlProcess
-from kvcr.transfer.nixl_messages import LOCK as NIXL_LOCK
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +80,6 @@ process that was killed drops its locks a moment after its sockets. A look takes
 MOVERS = 2
 CLOSE_S = 0.4
 
-LANDING_S = 5.0
-"""The kernel ends a NIXL process with its guard, within milliseconds."""
-
 
 class Guard:
     """Belongs to the thread that calls :meth:`run`, but for :meth:`call`, :meth:`post` and :meth:`stop`."""
@@ -96,14 +89,15 @@ class Guard:
         self.config = config
         self.name = config.name
         self.namespace = config.namespace
-        self.pool_dir = str(Path(config.pool_dir).absolute())
         self.unix_socket = str(Path(config.socket_path).absolute())
         self.secret = config.secret()
         self.place = addresses.here(boot_id())
         self.addresses = addresses.plan(config)
         self._plugin_entries = plugins.find()
         plugins.require_known(config.transport, self._plugin_entries)
-        self.incarnation = next_incarnation(Path(self.pool_dir), time.time_ns() // 1000)
+        self.incarnation = next_incarnation(Path(config.pool_dir), time.time_ns() // 1000)
+        self._custody = Custody(config, self.incarnation)
+        self.pool_dir = str(self._custody.directory)
         self.pool: Pool | None = None
         self.transports: Transports | None = None
         self.control_endpoint = ""
@@ -113,18 +107,14 @@ class Guard:
         self.peers = Peers(config.peers)
         self.inventory = InventoryLog(self.name, self.incarnation)
         self._states = States(self.name, self.incarnation)
-        self._past_epoch = 0
-        """A new pool starts above this: that of a pool that was here, or that is remembered elsewhere."""
         self._last_tick_s = 0.0
         self._self_check = SelfCheck(self.meters)
         self._collecting = False
         self.seat = Seat(self.loop, self.meters, lambda: self.pool, self._state_changed)
-        self._policy = _policy(config)
         self._movers = MoverPool(MOVERS, self.loop.post)
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._lonely_since_s: float | None = time.monotonic()
         self._next_links_s = 0.0
-        self._lock: FileLock | None = None
         self._evicted: dict[str, int] = {}
         self.lingered = False
         """The guard stopped because no engine came for ``linger_s``."""
@@ -175,8 +165,11 @@ class Guard:
             Prober(lambda: self.peer_context),
             self._tracer,
         )
-        make_dir(Path(self.pool_dir))
-        self._attach()
+        pool = self._custody.find()
+        if pool is not None:
+            self._use(pool)
+            self._scrubber.found(pool)
+            self.seat.found(pool)
         reception = Reception(
             self.loop,
             self.meters,
@@ -237,14 +230,7 @@ class Guard:
         if self.transports is not None:
             self.transports.close(CLOSE_S, unlink=remove)
         self._zmq.destroy(linger=0)
-        if self.pool is not None:
-            self.pool.close(unlink=remove)
-        elif self._lock is not None:
-            self._lock.release(unlink=remove)
-        if remove:
-            # Only when nothing but ours was in it.
-            with contextlib.suppress(OSError):
-                os.rmdir(self.pool_dir)
+        self._custody.close(self.pool, remove=remove)
         self._tracer.close()
 
     def _look_around(self) -> None:
@@ -253,7 +239,7 @@ class Guard:
         if not self.config.linger_s:
             return
         # This guard was started by an engine, and others may have been.
-        own = Path(self.pool_dir)
+        own = self._custody.directory
         dead = leftovers.abandoned(own.parent, own)
         for one in dead:
             log.info("%s is of a dead guard; to be removed unless somebody comes for it", one.directory)
@@ -295,71 +281,12 @@ class Guard:
 
     def open_pool(self, layout: Layout) -> Pool:
         """The pool for ``layout``: the one we have, or a new one. For :class:`EngineServer`."""
-        if self.pool is not None:
-            try:
-                self.pool.layout.require_same(
-                    layout, ours=f"the pool in {self.pool_dir}", theirs="the engine"
-                )
-            except LayoutMismatch as mismatch:
-                answer = self._policy.on_mismatch(self.pool.layout, layout)
-                if answer == "fail":
-                    raise MustFail(f"{mismatch}; on_mismatch is 'fail'") from mismatch
-                if answer != "discard":
-                    raise
-                self._discard()
+        if self.pool is not None and not self._custody.suits(self.pool, layout):
+            self._discard(self.pool)
         if self.pool is None:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
-            self._use(
-                Pool.create(
-                    Path(self.pool_dir),
-                    layout,
-                    self.config.pool_bytes,
-                    guard_incarnation=self.incarnation,
-                    policy=self._policy,
-                    epoch=self._past_epoch + 1,
-                )
-            )
-            log.info("made a pool of %d slots in %s", self._pool.slots, self.pool_dir)
-        return self._pool
-
-    @property
-    def _pool(self) -> Pool:
+            self._use(self._custody.make(layout))
         assert self.pool is not None
         return self.pool
-
-    def _attach(self) -> None:
-        """Go on with the pool that is there; with none, hold its lock until there is one."""
-        directory = Path(self.pool_dir)
-        if (directory / META).exists():
-            try:
-                pool = Pool.attach(directory, guard_incarnation=self.incarnation, policy=self._policy)
-            except PoolCorrupt as error:
-                log.error("the pool in %s cannot be used and will be replaced: %s", directory, error)
-            else:
-                # What the guard before was pulling ended with its processes.
-                self._wait_for_landings(directory)
-                pool.reclaim_writer("")
-                self._use(pool)
-                self._scrubber.found(pool)
-                self.seat.found(pool)
-                log.info("attached to %s: %s", directory, pool.recovery)
-                return
-        self._lock = FileLock(directory / GUARD_LOCK)
-        self._lock.acquire()
-        leftovers.clean_own(directory)
-        require_room(directory, self.config.pool_bytes)
-
-    def _wait_for_landings(self, directory: Path) -> None:
-        """Until nothing of the guard before can write to the pool. Raises PoolBusy when that does not end."""
-        patience_s = time.monotonic() + LANDING_S
-        while not is_dead(directory / NIXL_LOCK):
-            if time.monotonic() > patience_s:
-                raise PoolBusy(
-                    f"{directory / NIXL_LOCK} is held: the NIXL process of the last guard still lives; end it"
-                )
-            time.sleep(0.01)
 
     def _use(self, pool: Pool) -> None:
         self.pool = pool
@@ -392,18 +319,16 @@ class Guard:
         if self.peer_context is not None and self.control_endpoint:
             self.peers.open_ahead(self.peer_context, self.control_endpoint, time.monotonic())
 
-    def _discard(self) -> None:
+    def _discard(self, pool: Pool) -> None:
         """Drop the pool, as its layout is of no use to the engine that comes."""
-        log.warning("discarding the pool in %s: its layout is not the engine's", self.pool_dir)
         self._fetches.stop_all()
         self._server.end_all()
         self.peers.close()
         if self.transports is not None:
             # Its NIXL process writes to the files of the old pool, if at all, and is on its way out.
             self.transports.close(0.0)
-        self.inventory.all_removed(self._pool)
-        self._past_epoch = max(self._past_epoch, self._pool.epoch)
-        self._pool.close(unlink=True)
+        self.inventory.all_removed(pool)
+        self._custody.discard(pool)
         self.pool = self.transports = None
 
     def pool_changed(self) -> None:
@@ -512,7 +437,7 @@ class Guard:
 
     def raise_epoch(self, above: int) -> int:
         """See :meth:`kvcr.guard.view.GuardView.raise_epoch`."""
-        self._past_epoch = max(self._past_epoch, above)
+        self._custody.past_epoch = max(self._custody.past_epoch, above)
         if self.pool is None:
             return 0
         if self.pool.epoch <= above:
@@ -604,7 +529,3 @@ class Guard:
             sequence=self.inventory.sequence,
             nixl_restarts=transports.nixl_restarts if transports is not None else 0,
         )
-
-
-def _policy(config: GuardConfig) -> Policy:
-    return load_policy(config.policy) if config.policy else DefaultPolicy(on_mismatch=config.on_mismatch)
