@@ -28,6 +28,7 @@ class _Deaf:
     def ended(self, number: int, sim: Simulation) -> None: ...
     def changed(self, worker: int, stored: list[int], removed: list[int], sim: Simulation) -> None: ...
     def lost(self, worker: int, sim: Simulation) -> None: ...
+    def added(self, worker: int, sim: Simulation) -> None: ...
     def notice(self, notice: Notice, sim: Simulation) -> None: ...
 
 
@@ -204,6 +205,9 @@ class Ours:
         """The engine is gone. Its guard is not: the pool goes on as a source."""
         self._ledger.forget_worker(worker)
         self._costs.forget((worker, 0))
+
+    def added(self, worker: int, sim: Simulation) -> None:
+        self._ledger.admit([(worker, 0)], [(name, 0) for name in sim.alive])
 
     def notice(self, notice: Notice, sim: Simulation) -> None:
         if not self._signals:

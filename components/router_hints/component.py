@@ -8,7 +8,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any
 
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
@@ -21,7 +21,7 @@ from kvcr.tracing import open_tracer
 from router_hints.agents import Agents
 from router_hints.answers import Answers
 from router_hints.bus import Bus
-from router_hints.costs import CostModel
+from router_hints.costs import CostModel, Rank
 from router_hints.discovery import Discovery
 from router_hints.dispatch import Books, Context, Dispatcher
 from router_hints.explain import PlanLog
@@ -291,20 +291,28 @@ class RouterComponent:
             alive = set(client.instance_ids())
             for worker_id in self._alive - alive:
                 self._forget_worker(worker_id)
-            for worker_id in alive - self._alive:
+            came = alive - self._alive
+            for worker_id in came:
                 self._g1.admit(worker_id)
+            self._ledger.admit(self._ranks_of(came), self._ranks_of(self._alive & alive))
             self._alive = alive
             self._publishing = min(own.instance_ids(), default=0) in (0, self._endpoint.connection_id())
             await asyncio.sleep(_TICK_S if self._workers.ready(alive, float("inf")) else _WAIT_S)
 
     def _forget_worker(self, worker_id: int) -> None:
         self._locations.worker_gone(worker_id)
-        card = self._workers.card(worker_id)
-        for rank in range(card.first_rank, card.first_rank + card.ranks):
-            self._costs.forget((worker_id, rank))
+        for rank in self._ranks_of([worker_id]):
+            self._costs.forget(rank)
         self._ledger.forget_worker(worker_id)
         self._g1.retire(worker_id)
         self._workers.forget(worker_id)
+
+    def _ranks_of(self, workers: Iterable[int]) -> list[Rank]:
+        return [
+            (card.worker_id, rank)
+            for card in map(self._workers.card, workers)
+            for rank in range(card.first_rank, card.first_rank + card.ranks)
+        ]
 
     def _guard_seen(self, guard: Guard) -> None:
         self._inventory.admit(guard)

@@ -10,7 +10,7 @@ queue also has a fast and a slow average: a spike is not a trend. Pure: the time
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -211,6 +211,22 @@ class Ledger:
         self._foreign[rank] = _Foreign(
             max(0, prefill_tokens - own.prefill_tokens), max(0, blocks - own.blocks), now_s + REPORT_TTL_S
         )
+
+    def admit(self, newcomers: Collection[Rank], among: Collection[Rank]) -> None:
+        """Ranks have come: what those ``among`` whom they come had to do in the last minute is theirs, too.
+
+        By trend a newcomer would be idle, and for a minute everybody would be sent there, busy or not.
+        """
+        share = len(newcomers) / max(1, len(newcomers) + len(among))
+        slow = per_s = 0.0
+        for sums in (self._ranks[rank] for rank in among if rank in self._ranks):
+            slow, per_s = slow + share * sums.slow, per_s + share * sums.sent.per_s
+            sums.slow *= 1 - share
+            sums.sent.per_s *= 1 - share
+        for rank in newcomers:
+            sums = self._ranks.setdefault(rank, _Rank())
+            sums.slow += slow / len(newcomers)
+            sums.sent.per_s += per_s / len(newcomers)
 
     def forget_worker(self, worker_id: int) -> None:
         """The worker is gone: its bookings end with their streams, its reports count no more."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,3 +111,31 @@ def test_loads_are_the_sum_of_what_is_open(steps: list[tuple[str, int, tuple[int
         )
     assert loads.outgoing_bytes.get("g1", 0) == 10 * sum(p for _, p in open_requests.values())
     assert len(ledger) == len(open_requests)
+
+
+def test_a_newcomer_shares_the_trend_of_those_who_were_there() -> None:
+    """Or all would be sent to it for as long as the averages remember that the others were alone."""
+    ledger, c = Ledger(), (3, 0)
+    ledger.loads(0.0)
+    for request_id, rank in (("r1", A), ("r2", B), ("r3", B)):
+        book(ledger, request_id, rank)
+    before = ledger.loads(120.0)
+    assert before.of(B).slow_tokens > 100.0
+    ledger.admit([c], [A, B])
+    after = ledger.loads(120.0)
+    for rank in (A, B):
+        assert after.of(rank).slow_tokens == pytest.approx(before.of(rank).slow_tokens * 2 / 3)
+        assert after.of(rank).tokens_per_s == pytest.approx(before.of(rank).tokens_per_s * 2 / 3)
+        # What is queued is queued.
+        assert after.of(rank).prefill_tokens == before.of(rank).prefill_tokens
+    for name in ("slow_tokens", "tokens_per_s"):
+        total = sum(getattr(before.of(rank), name) for rank in (A, B))
+        assert getattr(after.of(c), name) == pytest.approx(total / 3)
+    assert (after.of(c).prefill_tokens, after.of(c).requests) == (0, 0)
+
+
+def test_the_first_workers_share_nothing() -> None:
+    ledger = Ledger()
+    ledger.admit([A, B], [])
+    ledger.admit([], [])
+    assert ledger.loads(0.0) == Loads({}, {})
