@@ -116,8 +116,6 @@ def _failover(arguments: argparse.Namespace) -> int:
 
 
 def _scenes(graph: graphs.Graph, scene: str, variant: int = 0) -> int:
-    if len(graph.workers) != 2:
-        raise graphs.GraphNotUp(f"the demo needs two workers, the graph has {len(graph.workers)}")
     warm_up(graph, waiting)
     if scene == "agent":
         decisions = agent(graph, say, waiting, variant)

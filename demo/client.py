@@ -85,7 +85,7 @@ def ask(
         return _collect(_events(response), started_s, on_text)
     except TimeoutError as error:
         raise RequestHung(f"{base_url} said nothing for {timeout_s:g} s") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise RequestFailed(f"request to {base_url} broke: {error!r}") from error
     finally:
         connection.close()

@@ -68,6 +68,15 @@ class Graph:
     block_size: int
 
     @property
+    def pair(self) -> tuple[Worker, Worker]:
+        """The two workers that a scene is played on. Raises :class:`GraphNotUp` when there are not two."""
+        if len(self.workers) != 2:
+            raise GraphNotUp(
+                f"a scene needs two workers; the graph in {self.run_dir} has {len(self.workers)}"
+            )
+        return self.workers[0], self.workers[1]
+
+    @property
     def guarded(self) -> bool:
         """Whether the workers have guards."""
         return all(worker.guard for worker in self.workers)
@@ -102,12 +111,16 @@ def load(run_dir: Path) -> Graph:
         state = json.loads(path.read_text())
     except OSError as error:
         raise GraphNotUp(f"{path}: {error.strerror}; is a graph running with --run-dir {run_dir}?") from error
+    except ValueError as error:
+        raise GraphNotUp(f"{path}: {error}") from error
     if state["state"] != "ready":
         raise GraphNotUp(f"{path}: the graph is {state['state']}, not ready")
     components: list[dict[str, Any]] = state["components"]
     guards = {c["control"]: c for c in components if c["component"] == "Guard"}
     engines = [c for c in components if c["component"] == "VllmWorker"]
     router = next((c for c in components if c["component"] == "Router"), None)
+    if not engines:
+        raise GraphNotUp(f"{path}: the graph has no VllmWorker")
     workers = [_worker(index, engine, guards.get(engine["control"])) for index, engine in enumerate(engines)]
     return Graph(
         run_dir=run_dir,

@@ -82,7 +82,7 @@ class _Run:
         self._scale = scale
         self._waiting = waiting
         self._variant = variant
-        self._a, self._b = graph.workers
+        self._a, self._b = graph.pair
         self._kv = Harness(graph.component("router")["urls"]["signals"])
         self._messages: dict[str, Messages] = {}
         self._answers: dict[str, Answer] = {}

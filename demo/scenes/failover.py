@@ -107,13 +107,13 @@ def on_and_off(
 
 def failover(graph: Graph, scale: Scale, tell: Tell, waiting: Waiting) -> Failover:
     """Run the scene on a graph of two workers. Raises TimeoutError, and what :func:`observe` raises."""
-    script = _Script(graph, graph.workers[0], tell)
+    script = _Script(graph, graph.pair[0], tell)
     with watching(graph, script.on_change):
         return _play(graph, scale, script, waiting)
 
 
 def _play(graph: Graph, scale: Scale, script: _Script, waiting: Waiting) -> Failover:
-    victim, survivor = graph.workers
+    victim, survivor = graph.pair
     with waiting(f"worker {victim.label} reads two documents that nobody asks about for a while"):
         witness = prompt(_WITNESS, QUESTIONS[0], scale.words)
         computed = observe(graph, witness, max_tokens=scale.max_tokens, worker=victim)
@@ -224,7 +224,10 @@ class _Script:
     def kill(self) -> float:
         """SIGKILL to every process of the worker, as when its container is killed."""
         pids = [p.pid for p in descendants(self._graph.pid) if p.session == self._victim.pid]
-        ends = [os.pidfd_open(pid) for pid in pids]
+        ends = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a short-lived helper of the engine's
+                ends.append(os.pidfd_open(pid))
         self._killed_s, self._killed_unix_s = time.monotonic(), time.time()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -49,7 +49,7 @@ def warm_up(graph: Graph, waiting: Waiting) -> None:
 
 def share(graph: Graph, waiting: Waiting, variant: int = 0, holder: int = 0) -> Shared:
     """Ask about the document on worker ``holder``, follow up there, then ask the same on the other worker."""
-    here, there = graph.workers[holder], graph.workers[1 - holder]
+    here, there = graph.pair[holder], graph.pair[1 - holder]
     messages = prompt(variant)
     with waiting(f"worker {here.label} computes the document: nothing to reuse yet"):
         cold = observe(graph, messages, max_tokens=MAX_TOKENS, worker=here)

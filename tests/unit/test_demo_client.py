@@ -93,6 +93,11 @@ def test_an_error_inside_the_stream_is_an_error() -> None:
         ask(url, "m", MESSAGES, max_tokens=2)
 
 
+def test_an_event_that_is_no_json_is_an_error_and_does_not_end_the_thread_that_asked() -> None:
+    with serving([(0.0, b"data: {half\n\n")]) as url, pytest.raises(RequestFailed, match="broke"):
+        ask(url, "m", MESSAGES, max_tokens=2)
+
+
 def test_nobody_listening_is_an_error_that_names_the_address() -> None:
     with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:9"):
         ask("http://127.0.0.1:9", "m", MESSAGES, max_tokens=2)

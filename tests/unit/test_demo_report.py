@@ -14,13 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
 from demo import table
 from demo.client import Answer
-from demo.graph import Graph, Worker
+from demo.graph import Graph, GraphNotUp, Worker
 from demo.metrics import Page, parse
 from demo.observe import Seen, read_off
 from demo.report import curl_line, show
-from demo.scenes.share import Shared
+from demo.scenes.failover import Scale, failover
+from demo.scenes.share import Shared, share
+from demo.table import waiting
 
 BLOCK_SIZE = 32
 
@@ -139,6 +143,14 @@ def test_the_curl_line_is_one_shell_command() -> None:
     line = curl_line(GRAPH)
     assert line.startswith("curl -N http://127.0.0.1:8000/v1/chat/completions ")
     assert line.count("'") == 4
+
+
+@pytest.mark.parametrize("play", [share, failover])
+def test_a_scene_on_a_graph_with_one_worker_says_that_it_needs_two(play: Callable[..., object]) -> None:
+    alone = dataclasses.replace(GRAPH, workers=(A,))
+    arguments = (waiting,) if play is share else (Scale(), print, waiting)
+    with pytest.raises(GraphNotUp, match=r"two workers; the graph in /run has 1"):
+        play(alone, *arguments)
 
 
 def test_sizes_and_durations_are_for_people() -> None:
