@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 _PACKAGES = (
     "dynamo-kvcr",
     "vllm",
@@ -77,6 +79,18 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
         "max": round(max(samples), 6),
         "samples": [round(sample, 6) for sample in samples],
     }
+
+
+def environment() -> dict[str, str]:
+    """For a process that benchmarks start: it finds our packages and this one."""
+    paths = [str(ROOT / "components"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def cpu_ns(pid: int) -> int:
+    """Time on a core of all threads of a process, from the scheduler's own account."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
 
 
 def say(line: str) -> None:

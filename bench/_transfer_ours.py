@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench._blocks import layout
+from bench._common import ROOT, cpu_ns, environment
 from kvcr.api import (
     BlockKey,
     BlockStatus,
@@ -37,8 +38,6 @@ from kvcr.api import (
 )
 from kvcr.keys import pack_keys
 from kvcr.pool import DataRegion, PoolReader
-
-ROOT = Path(__file__).resolve().parents[1]
 
 TRANSPORTS: dict[str, tuple[str, dict[str, str]]] = {
     "shm": ("shm", {}),
@@ -63,11 +62,6 @@ _numbers = itertools.count()
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT / "components"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Guard:
@@ -138,8 +132,7 @@ def require_ok(statuses: npt.NDArray[np.uint8]) -> None:
 
 def chain(name: str, count: int) -> list[BlockKey]:
     """Keys that nothing else has."""
-    seed = int.from_bytes(name.encode(), "little") % (1 << 63)
-    raw = np.random.default_rng(seed).bytes(16 * count)
+    raw = np.random.default_rng(list(name.encode())).bytes(16 * count)
     return [BlockKey(raw[16 * i : 16 * i + 16]) for i in range(count)]
 
 
@@ -401,12 +394,6 @@ def idle_cpu_percent(period_s: float) -> dict[str, float]:
                 connector.wait()
     shares = [round(100 * ns / (1e9 * period_s), 3) for ns in used]
     return {"guard": max(shares[:2]), "connector": shares[2]}
-
-
-def cpu_ns(pid: int) -> int:
-    """Time on a core of all threads, from the scheduler's own account."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
 
 
 def connector_main(socket: str, block_bytes: int) -> None:

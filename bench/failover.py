@@ -35,6 +35,7 @@ import zmq
 
 from bench import _common, peer_venv
 from bench._blocks import layout
+from bench._common import ROOT, cpu_ns, environment
 from demo.failover_report import figures as report_figures
 from demo.failover_report import show
 from demo.metrics import scrape
@@ -52,8 +53,6 @@ from kvcr.api import (
 )
 from kvcr.pool import Pool, writers_of
 from kvcr.protocol.peer import Lease, Leased, to_client, to_server
-
-ROOT = Path(__file__).resolve().parents[1]
 
 CHAIN_BLOCKS = 8
 PART_BYTES = 64 << 10
@@ -239,7 +238,8 @@ def kill_under_load(
         gone_s.append(time.monotonic())
         os.close(pidfd)
         # The guard removes the lock files of a dead engine as its last act before it is ACTIVE.
-        while writers_of(pool_dir):
+        until_s = gone_s[0] + START_S
+        while writers_of(pool_dir) and time.monotonic() < until_s:
             time.sleep(0.0005)
         active_s.append(time.monotonic())
 
@@ -257,7 +257,8 @@ def kill_under_load(
         pulls.append((started_s, time.monotonic(), good))
         time.sleep(max(0.0, started_s + PULL_EVERY_S - time.monotonic()))
     victim.wait()
-    watcher.join(START_S)
+    watcher.join()
+    assert not writers_of(pool_dir), f"the guard was not ACTIVE within {START_S:g} s of its engine's end"
     assert all(good for _, ended_s, good in pulls if ended_s < killed_s), "pulls fail without a fault"
     after = [one for one in pulls if one[1] >= killed_s]
     good_s = [ended_s for started_s, ended_s, good in after if good and started_s >= killed_s]
@@ -408,11 +409,6 @@ def guard(directory: Path, name: str, slots: int, *flags: str) -> Iterator[Guard
         process.wait()
 
 
-def environment() -> dict[str, str]:
-    paths = [str(ROOT / "components"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 def measure_idle_without_engine(directory: Path, period_s: float) -> dict[str, float]:
     """A guard that never had an engine, and one that cannot tell whether its engine is dead: it is stopped,
     and the guard before was killed."""
@@ -435,12 +431,6 @@ def idle_cpu_percent(guards: list[Guard], period_s: float) -> list[float]:
     time.sleep(period_s)
     after = [cpu_ns(one.process.pid) for one in guards]
     return [round(100 * (b - a) / (period_s * 1e9), 3) for a, b in zip(before, after, strict=True)]
-
-
-def cpu_ns(pid: int) -> int:
-    """Time on a core of all threads, from the scheduler's own account."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ import numpy as np
 import zmq
 
 from bench import _common
-from bench.failover import BIG_PART_BYTES, ROOT, cpu_ns, environment, guard
+from bench._common import ROOT, cpu_ns, environment
+from bench.failover import BIG_PART_BYTES, guard
 from kvcr.api import EngineConfig, HostBlockMemory, SaveSpec, SchedulerHandle, WorkerHandle
 from kvcr.layout import Layout
 from kvcr.pool import META, Pool
