@@ -3,7 +3,8 @@
 
 from setuptools import Extension, setup
 
-FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
+# Functions of a module are called with the module, of which most have no use.
+FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 # Optional: without a compiler the install goes on. kvcr.pool.native then uses numpy (x86-64 only),
 # kvcr.keys, router_hints.table and router_hints.ways use Python. Without kvcr._shield, memory that is lost

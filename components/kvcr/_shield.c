@@ -83,7 +83,6 @@ PyDoc_STRVAR(shield_doc, "shield(address, nbytes)\n--\n\nWatch over a mapping, w
 
 static PyObject *shield(PyObject *self, PyObject *args)
 {
-    (void)self;
     unsigned long long address, nbytes;
     if (!PyArg_ParseTuple(args, "KK", &address, &nbytes))
         return NULL;
@@ -103,7 +102,6 @@ PyDoc_STRVAR(unshield_doc, "unshield(address)\n--\n\nThe mapping there is on its
 
 static PyObject *unshield(PyObject *self, PyObject *args)
 {
-    (void)self;
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "K", &address))
         return NULL;
