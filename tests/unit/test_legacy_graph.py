@@ -131,3 +131,22 @@ def test_separate_prefill_workers_are_refused() -> None:
 def test_a_graph_of_today_is_not_taken_for_an_old_one() -> None:
     assert not legacy.is_legacy({"Frontend": {"http-port": 8000}, "VllmWorker": {"model": "m"}})
     assert legacy.is_legacy({"Frontend": {"served_model_name": "m"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("VllmWorker: {model: m, ServiceArgs: {workers: two}}", r"workers is 'two'"),
+        ("VllmWorker: {model: m, ServiceArgs: {resources: {cpu: all}}}", r"resources\.cpu is 'all'"),
+        ("VllmWorker: {model: m, ServiceArgs: {resources: 1}}", r"resources is 1; expected a mapping"),
+        ("VllmWorker: {model: m, ServiceArgs: [workers, 1]}", r"ServiceArgs is .*expected a mapping"),
+        ("VllmWorker: [model, m]", r"VllmWorker is .*expected a mapping"),
+        ("Common: m\nVllmWorker: {}", r"Common is 'm'; expected a mapping"),
+        ("Common: {model: m}\nVllmWorker: {common-configs: model}", r"common-configs is 'model'"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(f"Processor: {{}}\n{text}\n")
+    with pytest.raises(ConfigError, match=words):
+        load_graph(path)

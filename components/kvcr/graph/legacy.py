@@ -44,8 +44,9 @@ def translate(document: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], l
     """The same deployment in today's form, and a line for each thing ignored or added.
 
     ``gpus`` is how many this machine has; with none, a request for them is dropped, since the CPU build of
-    vLLM runs the same graph. Raises ConfigError for a graph with separate prefill workers: dropping those
-    would change what runs.
+    vLLM runs the same graph. Raises ConfigError for a component that is no mapping, and for a graph with
+    separate prefill workers: dropping those would change what runs. Other values are checked where those of
+    today's files are.
     """
     if _DISAGGREGATED in document:
         raise ConfigError(
@@ -57,7 +58,7 @@ def translate(document: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], l
         for name, reason in _GONE_COMPONENTS.items()
         if document.get(name, ()) != ()
     ]
-    common = dict(document.get(COMMON) or {})
+    common = _body(document, COMMON)
     frontend = _resolved(document, Kind.FRONTEND, common)
     worker = _resolved(document, Kind.WORKER, common)
     if not worker:
@@ -92,10 +93,20 @@ def translate(document: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], l
     }, notes
 
 
+def _body(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A component's own keys, of which there may be none."""
+    body = document.get(name) or {}
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"{name} is {body!r}; expected a mapping of names to values")
+    return dict(body)
+
+
 def _resolved(document: Mapping[str, Any], name: str, common: Mapping[str, Any]) -> dict[str, Any]:
     """A component's keys with the ones from ``Common`` it asked for; a missing one was a no-op then."""
-    body = dict(document.get(name) or {})
+    body = _body(document, name)
     wanted = body.pop(COMMON_CONFIGS, None) or []
+    if not isinstance(wanted, list):
+        raise ConfigError(f"{name}.{COMMON_CONFIGS} is {wanted!r}; expected a list, e.g. [model, block-size]")
     return {key: common[key] for key in wanted if key in common} | body
 
 
@@ -106,7 +117,7 @@ def _kept(kind: Kind, body: Mapping[str, Any], gpus: int, notes: list[str]) -> d
     kept: dict[str, Any] = {}
     for key, value in body.items():
         if key == SERVICE_ARGS:
-            kept[key] = _service_args(kind, value or {}, gpus, notes)
+            kept[key] = _service_args(kind, value, gpus, notes) if isinstance(value, Mapping) else value
         elif key in _GONE_KEYS:
             notes.append(f"ignored {kind.value}.{key}: {_GONE_KEYS[key]}")
         elif key in flags or key in schema.extra:
@@ -120,14 +131,20 @@ def _service_args(kind: Kind, body: Mapping[str, Any], gpus: int, notes: list[st
     kept: dict[str, Any] = {}
     for key, value in body.items():
         if key == "workers":
-            kept[key] = int(value)
-        elif key == "resources":
-            # Numbers were often quoted.
-            kept[key] = {name: int(amount) for name, amount in value.items() if name in ("gpu", "cpu")}
+            kept[key] = _number(value)
+        elif key == "resources" and isinstance(value, Mapping):
+            kept[key] = {name: _number(amount) for name, amount in value.items() if name in ("gpu", "cpu")}
             if not gpus and kept[key].pop("gpu", 0):
                 notes.append(
                     f"ignored {kind.value}.{SERVICE_ARGS}.resources.gpu: this machine has no NVIDIA GPU"
                 )
+        elif key == "resources":
+            kept[key] = value
         else:
             notes.append(f"ignored {kind.value}.{SERVICE_ARGS}.{key}: not a setting of this launcher")
     return kept
+
+
+def _number(value: Any) -> Any:
+    """Numbers were often quoted."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
