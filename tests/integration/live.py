@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Node:
             name,
             *("--cluster", "--namespace", "dynamo", *arguments),
             slots=live.slots,
-            env=live.stack.environment,
+            env=live.stack.environment | live.topology(name),
         )
         self.engine = Engine(self.guard, f"engine-{name}")
         self.worker: Worker | None = None
@@ -145,9 +145,12 @@ class Live:
         bytes_per_s: float = 2e8,
         lease_s: int = 20,
         prepare: Callable[[Stack], None] = lambda _: None,
+        places: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """``prepare`` sees the stack when nothing but its servers runs. ``tokens_per_s`` and ``bytes_per_s``
-        are what computing and copying take, for the router too."""
+        are what computing and copying take, for the router too. ``places``: Dynamo's topology domains of a
+        node; the host is one of them."""
+        self._places, self._directory = places or {}, directory
         self.tokens_per_s = tokens_per_s
         self.slots = slots
         self.pools = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvcr-live-"))
@@ -184,6 +187,16 @@ class Live:
             at_once(*(node.close for node in self.nodes.values()))
         self.stack.close()
         shutil.rmtree(self.pools, ignore_errors=True)
+
+    def topology(self, node: str) -> dict[str, str]:
+        """Where this node is, as Dynamo's processes are told."""
+        if node not in self._places:
+            return {}
+        mount = self._directory / f"topology of {node}"
+        mount.mkdir()
+        for domain, name in self._places[node].items():
+            (mount / domain).write_text(name)
+        return {"DYN_TOPOLOGY_ENABLED": "true", "DYN_TOPOLOGY_MOUNT_PATH": str(mount)}
 
     # --- as a harness -------------------------------------------------------------------------------
 
@@ -232,9 +245,9 @@ class Live:
 
         engine.deposit(keys, root_of(), granted=until(granted, "slots are granted", every_s=0.3))
 
-    def keep_busy(self, node: str, blocks: int = 400) -> None:
+    def keep_busy(self, node: str, blocks: int = 400, seed: str = "long") -> None:
         """A long prompt hangs on ``node`` until the end."""
-        self._blocked.append(self._hang(node, blocks))
+        self._blocked.append(self._hang(node, blocks, seed))
 
     def trending(self) -> None:
         """Wait until what :meth:`keep_busy` began is no spike any more: the slow average is of a minute."""
@@ -249,11 +262,11 @@ class Live:
         finally:
             connection.close()
 
-    def _hang(self, node: str, blocks: int) -> http.client.HTTPConnection:
+    def _hang(self, node: str, blocks: int, seed: str = "long") -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.stack.http_port, timeout=600)
         body = {
             "model": "tiny",
-            "messages": [{"role": "user", "content": prompt_of(blocks, "long")}],
+            "messages": [{"role": "user", "content": prompt_of(blocks, seed)}],
             "nvext": self.pin(node),
         }
         header = {"content-type": "application/json", "x-dynamo-meta-behaviour": "hang"}

@@ -423,7 +423,7 @@ def test_explain_says_why(scene: Scene) -> None:
     scene.quiet()
     scene.ask("why", worker="w0")
     seen = scene.seen("w0")
-    (plan,) = asyncio.run(_explain(scene.stack, {"request_id": seen["id"]}))
+    (plan,) = asyncio.run(explain(scene.stack, {"request_id": seen["id"]}))
     assert plan["worker_id"] == scene.workers["w0"].worker_id
     assert (plan["reason"], plan["outcome"]) == ("pinned", "ok")
     assert plan["candidates"][0]["prefill_s"] > 0
@@ -446,7 +446,7 @@ def test_explain_asks_the_running_router_and_plans_again(scene: Scene) -> None:
     assert "replay: equal" in told.stdout
 
 
-async def _explain(stack: Stack, query: dict[str, Any]) -> list[dict[str, Any]]:
+async def explain(stack: Stack, query: dict[str, Any]) -> list[dict[str, Any]]:
     script = (
         "import asyncio, json, sys\n"
         "from dynamo.runtime import DistributedRuntime\n"
