@@ -160,6 +160,7 @@ class Ours:
             prefill_tokens=made.prefill_tokens,
             blocks=made.blocks,
             copies=made.byte_counts,
+            copied_by_s=sim.now_s + made.copies_s,
         )
         copies = {} if made.chosen.joined else self._copies(made, request.blocks)
         self._free(made, request.blocks, sim)

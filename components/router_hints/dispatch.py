@@ -85,7 +85,14 @@ class Bookings(Protocol):
     """Where requests are booked: the ledger here, and those of the other replicas."""
 
     def book(
-        self, request_id: str, rank: Rank, *, prefill_tokens: int, blocks: int, copies: Mapping[str, int]
+        self,
+        request_id: str,
+        rank: Rank,
+        *,
+        prefill_tokens: int,
+        blocks: int,
+        copies: Mapping[str, int],
+        copied_by_s: float = ...,
     ) -> None: ...
     def first_output(self, request_id: str) -> object: ...
     def release(self, request_id: str) -> None: ...
@@ -296,6 +303,7 @@ class _Attempt:
             prefill_tokens=made.prefill_tokens,
             blocks=made.blocks,
             copies=made.byte_counts,
+            copied_by_s=self._sent_s + made.copies_s,
         )
         books.plans.record(made, request_id, number, placed.hint, placed.inputs)
         if not made.no_retain:

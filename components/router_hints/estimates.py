@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from router_hints.costs import CostModel, Rank
+from router_hints.costs import CostModel, Prefill, Rank
 from router_hints.index import IndexView
 from router_hints.ledger import Load, Loads
 from router_hints.plans import Estimate, Estimates, RequestView, SourceRun, Worker
@@ -37,6 +37,8 @@ _FULL = 0.95
 """Part of the engine memory in use at which it counts as full."""
 _HOT_HORIZON_S = 1.0
 _BUSIEST = 0.95
+_JOIN_S = 0.001
+"""Copies under way are joined unless new ones would be quicker by more than this."""
 _REPLICA = 0.9
 """Who has this part of the longest prefix that anybody has counts as one of its holders."""
 
@@ -70,9 +72,16 @@ class Scene:
         self._reused = list(self._g1)
         self._copied = [(0, 0)] * len(workers)
         """blocks and runs that each worker gets from others"""
-        self.raw_fetch_s = [0.0] * len(workers)
+        self.copies_s = [0.0] * len(workers)
+        """until the copies of each worker are in its pool"""
+        self._loads_s = [0.0] * len(workers)
+        """what its engine then loads"""
+        self._starts_in_s = request.turn.starts_in_s if request.ahead else 0.0
+        self._announced = self._announced_turns()
+        self._waits = [self._wait_s(*each) for each in zip(workers, self._prefills, strict=True)]
         self._choose_lengths()
         self._resident = self._own_prefixes()
+        self._joined = self._join()
         longest = max(self._resident)
         self._replicas = sum(own >= _REPLICA * longest > 0 for own in self._resident)
         self._longest = longest
@@ -83,18 +92,13 @@ class Scene:
         rate_per_s = _rate_of(request.rates_per_s, longest)
         self._hot_as_it_is_s = self._hot_s(rate_per_s, self._replicas)
         self._hot_with_one_more_s = self._hot_s(rate_per_s, self._replicas + 1)
-        self._announced: dict[Rank, list[tuple[float, float]]] = {}
-        for turn in loads.announced:
-            seconds = costs.prefill(turn.rank).seconds(turn.prefill_tokens)
-            self._announced.setdefault(turn.rank, []).append((turn.starts_in_s, seconds))
-        for turns in self._announced.values():
-            turns.sort()
 
     # --- blocks ----------------------------------------------------------------------------------
 
     def _choose_lengths(self) -> None:
         """How many of its runs each worker takes: blocks are reused as a prefix, so each way to get them is
-        the runs up to one of them, and none that is slower than computing its blocks."""
+        the runs up to one of them, and none that is waited for longer than computing its blocks takes. Guards
+        copy while the request waits for its turn: so much of a copy costs it nothing."""
         ways, size = self._ways, self.request.block_size
         most = int(ways.counts.max(initial=0)) if ways.sources else 0
         if not most:
@@ -104,7 +108,11 @@ class Scene:
         elapsed = np.cumsum(ways.seconds[:, :most], axis=1)
         starts = np.array([self._g1[row] for row in self._guarded])
         block_s = np.array([self._prefills[row].seconds(size) for row in self._guarded])
-        gain = (end - starts[:, None]) * block_s[:, None] - elapsed
+        reused = end - starts[:, None]
+        loads_s = reused * ways.load_block_s[:, None]
+        copies_s = elapsed - loads_s
+        free_s = np.array([self.free_s(row) for row in self._guarded])
+        gain = reused * block_s[:, None] - np.maximum(0.0, copies_s - free_s[:, None]) - loads_s
         numbers = np.arange(most)
         gain[numbers >= ways.counts[:, None]] = -np.inf
         if self._no_budget:
@@ -115,11 +123,13 @@ class Scene:
         copied &= numbers <= last[:, None]
         blocks = ((end - first) * copied).sum(axis=1).tolist()
         runs, worth = copied.sum(axis=1).tolist(), (gain[targets, last] > 0).tolist()
-        ends, taken_s = end[targets, last].tolist(), elapsed[targets, last].tolist()
+        ends = end[targets, last].tolist()
+        copying, loading = copies_s[targets, last].tolist(), loads_s[targets, last].tolist()
         for way, row in enumerate(self._guarded):
             if worth[way]:
                 self._kept[row] = int(last[way]) + 1
-                self._reused[row], self.raw_fetch_s[row] = ends[way], taken_s[way]
+                self._reused[row] = ends[way]
+                self.copies_s[row], self._loads_s[row] = copying[way], loading[way]
                 self._copied[row] = blocks[way], runs[way]
 
     def _own_prefixes(self) -> list[int]:
@@ -170,9 +180,8 @@ class Scene:
         A plain loop: with 64 workers it takes as long as arrays of 64 (0.2 ms), with two a tenth.
         """
         request, settings, turn = self.request, self.costs.settings, self.request.turn
-        starts_in_s = turn.starts_in_s if request.ahead else 0.0
+        starts_in_s = self._starts_in_s
         loads = [self.loads.of(worker.rank) for worker in self.workers]
-        joined = self._join()
         # What was sent to each lately says who will come, but where all are saturated only queues count.
         busy = [
             min(1.0, load.tokens_per_s / prefill.tokens_per_s)
@@ -189,25 +198,23 @@ class Scene:
         replicas_left = not 0 < settings.max_replicas <= self._replicas
         home, free = request.session.home, self.loads.free_blocks
         rows, totals = [], []
-        for row, (worker, load, prefill, g1, reused, resident, (copied, runs), fetch_s) in enumerate(
+        for row, (worker, load, prefill, wait_s, g1, reused, resident, (copied, runs), loaded_s) in enumerate(
             zip(
                 self.workers,
                 loads,
                 self._prefills,
+                self._waits,
                 self._g1,
                 self._reused,
                 self._resident,
                 self._copied,
-                self.raw_fetch_s,
+                self._loads_s,
                 strict=True,
             )
         ):
             speed = prefill.tokens_per_s
-            trend_s = load.slow_tokens / speed
-            joins = row in joined
-            if joins:
-                fetch_s = joined[row]
-            wait_s = self._wait_s(worker, load, speed, trend_s, starts_in_s)
+            joins = row in self._joined
+            copies_s = self.copies_s[row]
             prefill_s = prefill.overhead_s + max(1, request.tokens - reused * request.block_size) / speed
             behind_s = _BEHIND_WEIGHT * prefill_s * (busy[row] - least) * slack
             # Recomputing what has to leave a full engine memory, and a part of what leaves a full pool.
@@ -219,14 +226,15 @@ class Scene:
             if kept and worker.guard in free:
                 pushed = request.reusable_blocks - resident - free[worker.guard]
                 pressure += _POOL_WEIGHT * max(0.0, pushed)
-            later_s = _LATER_WEIGHT * self._turns * trend_s + behind_s
+            later_s = _LATER_WEIGHT * self._turns * load.slow_tokens / speed + behind_s
             delay_s = self._delay_s(worker, starts_in_s, wait_s + prefill_s) if self._announced else 0.0
             pressure_s = pressure * request.block_size / speed
-            copy_s = 0.0 if joins or not copied else fetch_s * copy_price
+            copy_s = 0.0 if joins or not copied else (copies_s + loaded_s) * copy_price
             one_more = replicas_left and resident < replica_blocks
             hot_s = self._hot_with_one_more_s if one_more else self._hot_as_it_is_s
             jitter_s = self._jitter_s(worker, speed) if self.loads.unseen_tokens > 0 else 0.0
-            late_s, load_s = max(0.0, fetch_s - starts_in_s), load.requests * settings.decode_s
+            late_s = max(0.0, copies_s - self.free_s(row)) + loaded_s
+            load_s = load.requests * settings.decode_s
             bias = _bias(request, worker) if request.preferred_taints else 1.0
             # In the order of Estimate.total_s, so that both are the same to the last bit.
             cluster_s = later_s + delay_s + pressure_s + copy_s + hot_s + jitter_s
@@ -255,28 +263,45 @@ class Scene:
             )
         return Estimates(rows, totals)
 
-    def _join(self) -> dict[int, float]:
-        """Workers whose copies are under way already, and the rest of their time."""
-        joined: dict[int, float] = {}
+    def _join(self) -> set[int]:
+        """Workers whose copies are under way already; what is left of them is what they take."""
+        joined = set()
         for row, worker in enumerate(self.workers if self.request.session.arriving else ()):
             if self._copied[row][0]:
                 ready_in_s = self._ready_in_s(worker.guard, row)
-                if ready_in_s is not None and ready_in_s <= self.raw_fetch_s[row]:
-                    joined[row] = ready_in_s
+                if ready_in_s is not None and ready_in_s <= self.copies_s[row] + _JOIN_S:
+                    self.copies_s[row] = ready_in_s
+                    joined.add(row)
         return joined
 
     def _ready_in_s(self, guard: str, row: int) -> float | None:
         """When everything this worker lacks will have arrived from a transfer under way; None: not all."""
-        blocks = self._resident[row]
-        ready_s = 0.0
+        blocks, ready_s = self._resident[row], None
         for part in sorted(self.request.session.arriving, key=lambda part: part.first):
             if part.guard == guard and part.first <= blocks:
                 blocks = max(blocks, part.first + part.count)
-                ready_s = max(ready_s, part.ready_in_s)
-        return ready_s if ready_s and blocks >= self._reused[row] else None
+                # One that is overdue is there any moment.
+                ready_s = max(ready_s or 0.0, part.ready_in_s)
+        return ready_s if blocks >= self._reused[row] else None
 
-    def _wait_s(self, worker: Worker, load: Load, speed: float, trend_s: float, starts_in_s: float) -> float:
+    def free_s(self, row: int) -> float:
+        """How long copies may take before the request waits for them. What is not kept goes straight into
+        engine memory, which a request gets when it is its turn."""
+        return self._starts_in_s + (0.0 if nobody_comes_back(self.request) else self._waits[row])
+
+    def _announced_turns(self) -> dict[Rank, list[tuple[float, float]]]:
+        """When each turn begins, and how long it computes, in the order they come."""
+        turns: dict[Rank, list[tuple[float, float]]] = {}
+        for turn in self.loads.announced:
+            seconds = self.costs.prefill(turn.rank).seconds(turn.prefill_tokens)
+            turns.setdefault(turn.rank, []).append((turn.starts_in_s, seconds))
+        for each in turns.values():
+            each.sort()
+        return turns
+
+    def _wait_s(self, worker: Worker, prefill: Prefill) -> float:
         """Its queue at that time: what is queued now and announced drains; the trend stays."""
+        load, speed, starts_in_s = self.loads.of(worker.rank), prefill.tokens_per_s, self._starts_in_s
         done_s = min(load.head_s, load.head_tokens / speed)
         queued_s = load.prefill_tokens / speed - done_s
         wait_s = max(0.0, queued_s - starts_in_s)
@@ -288,7 +313,7 @@ class Scene:
                 left_s, at_s = max(0.0, left_s - (begins_s - at_s)) + seconds, begins_s
             wait_s = max(0.0, left_s - (starts_in_s - at_s))
         if starts_in_s > 0:
-            wait_s = max(wait_s, trend_s)
+            wait_s = max(wait_s, load.slow_tokens / speed)
         wait_s *= self.costs.wait_factor(worker.rank)
         if worker.max_requests:
             wait_s += max(0, load.requests - worker.max_requests + 1) * self.costs.settings.slot_wait_s
@@ -335,6 +360,13 @@ def _rate_of(rates_per_s: Sequence[float], blocks: int) -> float:
     if not blocks or not rates_per_s:
         return 0.0
     return rates_per_s[min(len(rates_per_s), blocks.bit_length()) - 1]
+
+
+def nobody_comes_back(request: RequestView) -> bool:
+    """Whether this context begins and ends with this request. The last turn of a session that had others may
+    still be forked from: its blocks are only made safe to evict, when it is over."""
+    turn = request.turn
+    return turn.kind is Kind.ONE_OFF or (turn.last and not request.session.home)
 
 
 def is_last(turn: Turn) -> bool:

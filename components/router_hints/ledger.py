@@ -2,14 +2,16 @@
 """Who is busy with what: our own bookings, corrected by what workers report about themselves, and the turns
 that were announced.
 
-A request is booked the moment it is planned, so that the next plan already sees it; its prefill (and the
-copies it asked for) are released at its first output, the rest when it ends, however it ends. Each rank's
-queue also has a fast and a slow average: a spike is not a trend. Pure: the time is an argument.
+A request is booked the moment it is planned, so that the next plan already sees it. The copies it asked for
+are released when they should be over, its prefill at its first output, the rest when it ends, however it
+ends. Each rank's queue also has a fast and a slow average: a spike is not a trend. Pure: the time is an
+argument.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -87,6 +89,8 @@ class Booking:
     blocks: int
     copies: Mapping[str, int]
     """bytes asked of each source guard"""
+    copied_by_s: float = math.inf
+    """when the sources should have sent them; at the first output they have"""
     prefilling: bool = True
 
 
@@ -143,7 +147,8 @@ class Ledger:
     _bookings: dict[str, Booking] = field(default_factory=dict)
     _ranks: dict[Rank, _Rank] = field(default_factory=dict)
     _foreign: dict[Rank, _Foreign] = field(default_factory=dict)
-    _outgoing: dict[str, int] = field(default_factory=dict)
+    _copying: dict[str, Booking] = field(default_factory=dict)
+    """those of the bookings whose copies are not over"""
     _coming: dict[str, _Coming] = field(default_factory=dict)
     _copied: _Flow = field(default_factory=_Flow)
     _booked: _Flow = field(default_factory=_Flow)
@@ -160,20 +165,25 @@ class Ledger:
         prefill_tokens: int,
         blocks: int,
         copies: Mapping[str, int],
-    ) -> None:
-        """Book, or move to another rank what was booked under this id."""
+        copied_by_s: float = math.inf,
+    ) -> Booking:
+        """Book, or move to another rank what was booked under this id.
+
+        ``copied_by_s``: when its copies should be over, on the clock of :meth:`loads`."""
         self.release(request_id)
-        self._bookings[request_id] = Booking(rank, prefill_tokens, blocks, dict(copies))
+        booking = Booking(rank, prefill_tokens, blocks, dict(copies), copied_by_s)
+        self._bookings[request_id] = booking
+        if copies:
+            self._copying[request_id] = booking
         sums = self._ranks.setdefault(rank, _Rank())
         sums.prefill_tokens += prefill_tokens
         sums.prefilling[request_id] = prefill_tokens
         sums.sent.pending += prefill_tokens
         sums.requests += 1
         sums.blocks += blocks
-        for guard, byte_count in copies.items():
-            self._outgoing[guard] = self._outgoing.get(guard, 0) + byte_count
         self._copied.pending += sum(copies.values())
         self._booked.pending += prefill_tokens
+        return booking
 
     def first_output(self, request_id: str) -> Booking | None:
         """The prefill is over. Returns the booking the first time, None after that or when unknown."""
@@ -271,7 +281,7 @@ class Ledger:
                 del self._ranks[rank]
         return Loads(
             ranks,
-            dict(self._outgoing),
+            self._outgoing_bytes(now_s),
             tuple(
                 Announced(turn.rank, max(0.0, turn.starts_at_s - now_s), turn.prefill_tokens)
                 for turn in self._coming.values()
@@ -287,6 +297,16 @@ class Ledger:
             if rank not in self._ranks:
                 self._ranks[rank] = _Rank()
         return list(self._ranks)
+
+    def _outgoing_bytes(self, now_s: float) -> dict[str, int]:
+        """Queues of the guards as sources. A request goes on waiting for its turn when its copies are there:
+        counted until its first output, they would make a source look busy that is not."""
+        for request_id in [name for name, each in self._copying.items() if each.copied_by_s <= now_s]:
+            del self._copying[request_id]
+        outgoing: Counter[str] = Counter()
+        for booking in self._copying.values():
+            outgoing.update(booking.copies)
+        return dict(outgoing)
 
     def _queue(self, rank: Rank, sums: _Rank, now_s: float) -> tuple[int, int]:
         """Tokens queued on a rank, and blocks in use by requests that are not ours."""
@@ -327,9 +347,4 @@ class Ledger:
         sums = self._ranks[booking.rank]
         sums.prefill_tokens -= booking.prefill_tokens
         sums.prefilling.pop(request_id, None)
-        for guard, byte_count in booking.copies.items():
-            left = self._outgoing[guard] - byte_count
-            if left > 0:
-                self._outgoing[guard] = left
-            else:
-                del self._outgoing[guard]
+        self._copying.pop(request_id, None)

@@ -7,6 +7,8 @@ message says how things are, not how they changed, so that one may be lost or co
 
 from __future__ import annotations
 
+import math
+
 from kvcr.protocol.codec import Codec, Message
 
 MAX_NEWS_BYTES = 900_000
@@ -53,6 +55,8 @@ class Booked(Message, frozen=True):
     copies: dict[str, int]
     """bytes asked of each source guard"""
     prefilling: bool = True
+    copied_in_s: float = math.inf
+    """when they should have sent them"""
 
 
 class Started(Message, frozen=True):

@@ -163,14 +163,6 @@ class Placement:
         target = next(guard for worker, guard in candidates if worker.rank == made.rank)
         return Placed(made, None, target, inputs)
 
-    def copy_seconds(self, made: Plan, target: str) -> float:
-        """What the copies of a plan take, one after the other."""
-        seconds = 0.0
-        for source, byte_count in made.byte_counts.items():
-            price = self._costs.copy(source, target, self._guards.topology.link(source, target))
-            seconds += price.latency_s + byte_count / price.bytes_per_s
-        return seconds
-
     def _plan(
         self,
         view: RequestView,

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from router_hints.costs import CostModel, Rank
-from router_hints.estimates import Scene
+from router_hints.estimates import Scene, nobody_comes_back
 from router_hints.index import IndexView
 from router_hints.ledger import Loads
 from router_hints.plans import (
@@ -77,24 +77,26 @@ def plan(
     chosen = estimates[row]
     sources, reason, again_in_s = scene.sources(row, chosen), None, None
     if sources and request.ahead:
-        reason, again_in_s = _not_now(request.turn, scene.raw_fetch_s[row])
+        reason, again_in_s = _not_now(request.turn, scene.copies_s[row])
         if reason is not None:
             sources = ()
     moves = bool(sources) and scene.moves
     if moves:
         shared = request.session.shared_blocks
         sources = tuple(part for run in sources for part in _split(run, shared))
-    no_retain = _nobody_comes_back(request) or (bool(sources) and scene.over_replicated(row))
-    copied_tokens = chosen.copied_blocks * request.block_size
+    no_retain = nobody_comes_back(request) or (bool(sources) and scene.over_replicated(row))
+    recompute_s = costs.prefill(chosen.rank).seconds(chosen.copied_blocks * request.block_size)
     mode = _mode(request, bool(sources), moves, no_retain)
-    reason = reason or _reason(request, chosen, estimates, bool(sources), moves, scene.no_budget)
+    reason = reason or _reason(
+        request, chosen, estimates, scene.copies_s[row] if sources else None, moves, scene.no_budget
+    )
     return Plan(
         plan_id=request.plan_id,
         rank=chosen.rank,
         mode=mode,
         reason=reason,
         sources=sources,
-        give_up_ms=1e3 * costs.prefill(chosen.rank).seconds(copied_tokens) if sources else 0.0,
+        give_up_ms=1e3 * (recompute_s + scene.free_s(row)) if sources else 0.0,
         prefill_tokens=request.tokens - chosen.reused_blocks * request.block_size,
         blocks=-(-request.tokens // request.block_size),
         chosen=chosen,
@@ -102,6 +104,7 @@ def plan(
         planned_s=now_s,
         no_retain=no_retain,
         again_in_s=again_in_s,
+        copies_s=scene.copies_s[row] if sources else 0.0,
         spare=_spare(request, sources) if mode is Mode.COPY and reason is Reason.COPY else (),
     )
 
@@ -139,13 +142,6 @@ def release(request: RequestView, index: IndexView, holders: Mapping[str, Holder
         holders=tuple(sorted(names)) if not expired else (),
         planned_s=now_s,
     )
-
-
-def _nobody_comes_back(request: RequestView) -> bool:
-    """Whether this context begins and ends with this request. The last turn of a session that had others may
-    still be forked from: its blocks are only made safe to evict, when it is over."""
-    turn = request.turn
-    return turn.kind is Kind.ONE_OFF or (turn.last and not request.session.home)
 
 
 def _eligible(request: RequestView, workers: Sequence[Worker]) -> list[Worker]:
@@ -192,11 +188,11 @@ def _rendezvous(request: RequestView, rank: Rank) -> bytes:
     return hashlib.blake2b(stable + b"%d.%d" % rank, digest_size=8).digest()
 
 
-def _not_now(turn: Turn, fetch_s: float) -> tuple[Reason | None, float | None]:
+def _not_now(turn: Turn, copies_s: float) -> tuple[Reason | None, float | None]:
     """Why nothing is copied ahead of a turn at this moment, and when to look again."""
-    if turn.expires_in_s is not None and fetch_s > turn.expires_in_s:
+    if turn.expires_in_s is not None and copies_s > turn.expires_in_s:
         return Reason.TOO_LATE, None
-    early_s = turn.starts_in_s - fetch_s - PREFETCH_MARGIN_S
+    early_s = turn.starts_in_s - copies_s - PREFETCH_MARGIN_S
     return (Reason.TOO_EARLY, early_s) if early_s > 0 else (None, None)
 
 
@@ -239,15 +235,15 @@ def _reason(
     request: RequestView,
     chosen: Estimate,
     estimates: Estimates,
-    copies: bool,
+    copies_s: float | None,
     moves: bool,
     no_budget: bool,
 ) -> Reason:
     if request.pinned_worker is not None:
         return Reason.PINNED
-    if _nobody_comes_back(request):
+    if nobody_comes_back(request):
         return Reason.ONE_OFF
-    if copies:
+    if copies_s is not None:
         if chosen.joined:
             return Reason.JOIN
         if moves:
@@ -255,7 +251,7 @@ def _reason(
         if request.ahead:
             return Reason.NEXT_TURN
         hot_s = max(estimates.column("hot_s")) - chosen.hot_s
-        return Reason.SPREAD if hot_s > chosen.fetch_s else Reason.COPY
+        return Reason.SPREAD if hot_s > copies_s else Reason.COPY
     if no_budget:
         return Reason.BUDGET
     if not request.reusable_blocks:

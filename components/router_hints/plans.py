@@ -138,7 +138,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float
     """Its queue when the request gets there, announced turns included."""
     fetch_s: float
-    """What the request waits for copies and loads; ahead of time, what of them would not be done by then."""
+    """Loads from the pool, and what of the copies would not be done by its turn."""
     prefill_s: float
     load_s: float
     """What its other requests slow it down by."""
@@ -225,7 +225,8 @@ class Plan:
     reason: Reason
     sources: tuple[SourceRun, ...]
     give_up_ms: float
-    """What recomputing the copied blocks would take: a slower copy is not worth its wait."""
+    """What recomputing the copied blocks would take, from when the request's turn comes: a slower copy is not
+    worth its wait."""
     prefill_tokens: int
     """Tokens left to compute."""
     blocks: int
@@ -237,6 +238,8 @@ class Plan:
     """Nothing of this request is to be kept outside the engine, nor in it afterwards."""
     again_in_s: float | None = None
     """Too early to act: plan again then."""
+    copies_s: float = 0.0
+    """Until the copies should be in the target's pool."""
     spare: tuple[SourceRun, ...] = ()
     """What need not stay at its sources once it is at the target: the first to be evicted there."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -133,20 +134,32 @@ class Replicas:
     # --- own news ----------------------------------------------------------------------------------
 
     def book(
-        self, request_id: str, rank: Rank, *, prefill_tokens: int, blocks: int, copies: Mapping[str, int]
+        self,
+        request_id: str,
+        rank: Rank,
+        *,
+        prefill_tokens: int,
+        blocks: int,
+        copies: Mapping[str, int],
+        copied_by_s: float = math.inf,
     ) -> None:
         """Book a request here and at the others."""
-        self.desk.ledger.book(request_id, rank, prefill_tokens=prefill_tokens, blocks=blocks, copies=copies)
-        self._own[request_id] = booking = Booking(rank, prefill_tokens, blocks, dict(copies))
+        booking = self.desk.ledger.book(
+            request_id,
+            rank,
+            prefill_tokens=prefill_tokens,
+            blocks=blocks,
+            copies=copies,
+            copied_by_s=copied_by_s,
+        )
+        self._own[request_id] = booking
         if self._peers:
             self._say(self._booked(request_id, booking))
 
     def first_output(self, request_id: str) -> None:
         self.desk.ledger.first_output(request_id)
-        if request_id in self._own:
-            self._own[request_id].prefilling = False
-            if self._peers:
-                self._say(Started(self.name, request_id))
+        if request_id in self._own and self._peers:
+            self._say(Started(self.name, request_id))
 
     def release(self, request_id: str) -> None:
         self.desk.ledger.release(request_id)
@@ -249,6 +262,7 @@ class Replicas:
             prefill_tokens=message.prefill_tokens,
             blocks=message.blocks,
             copies=message.copies,
+            copied_by_s=self.clock() + message.copied_in_s,
         )
         if not message.prefilling:
             self.desk.ledger.first_output(booking_id)
@@ -385,6 +399,7 @@ class Replicas:
             booking.blocks,
             dict(booking.copies),
             booking.prefilling,
+            booking.copied_by_s - self.clock(),
         )
 
     def _release(self, peer: _Peer, booking_id: str) -> None:

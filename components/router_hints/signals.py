@@ -308,7 +308,7 @@ class SignalHandler:
         first = min(run.first for run in made.sources)
         end = max(run.first + run.count for run in made.sources)
         turn.state, answer.result, answer.acted = State.MOVING, PENDING, True
-        ready_s = now_s + desk.placement().copy_seconds(made, turn.guard)
+        ready_s = now_s + made.copies_s
         desk.arrivals.begin(answer.plan_id, turn.guard, first, chain.cut(0, end), ready_s)
         if self.audience is not None:
             self.audience.turn_planned(turn, first, end, ready_s)

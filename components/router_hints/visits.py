@@ -120,7 +120,7 @@ class Visits:
         if made.sources and guard and not made.no_retain:
             first = min(source.first for source in made.sources)
             end = max(source.first + source.count for source in made.sources)
-            ready_s = self.clock() + made.chosen.fetch_s
+            ready_s = self.clock() + made.copies_s
             self.desk.arrivals.begin(made.plan_id, guard, first, run.chain.cut(0, end), ready_s)
             visit.plans.append(made.plan_id)
         if visit.signal is not None and visit.signal.kind is Kind.COMPACTION:

@@ -55,6 +55,8 @@ class Ways:
     """row in ``sources``, or :data:`OWN`"""
     seconds: Floats
     counts: Ints
+    load_block_s: Floats
+    """of each target: one block from its pool into its engine"""
     sources: tuple[Holder, ...]
 
 
@@ -86,6 +88,7 @@ def find_ways(
         np.zeros(shape, np.int32),
         np.zeros(shape, np.float64),
         np.zeros(len(targets), np.int32),
+        np.array([t.block_bytes / costs.settings.load_bytes_per_s for t in targets], dtype=np.float64),
         sources,
     )
     if not sources or not targets or not blocks:
@@ -109,7 +112,7 @@ def find_ways(
         np.array([source.block_bytes for source in sources], dtype=np.float64),
         np.array([outgoing_bytes.get(name, 0) for name in names], dtype=np.float64),
         costs.rates(names, target_names, paths.links),
-        np.array([t.block_bytes / costs.settings.load_bytes_per_s for t in targets], dtype=np.float64),
+        ways.load_block_s,
         costs.settings.copy_latency_s,
         ways.first,
         ways.end,

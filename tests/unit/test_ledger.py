@@ -34,6 +34,20 @@ def test_a_booking_counts_from_the_plan_to_the_end() -> None:
     assert ledger.first_output("r1") is None
 
 
+def test_a_copy_is_its_sources_load_until_it_should_be_over() -> None:
+    """And not until the request that asked for it has had its turn."""
+    ledger = Ledger()
+    for name, byte_count, by_s in (("r1", 1000, 12.0), ("r2", 500, 13.0)):
+        copies = {"g1": byte_count}
+        ledger.book(name, A, prefill_tokens=100, blocks=7, copies=copies, copied_by_s=by_s)
+    assert [ledger.loads(at_s).outgoing_bytes for at_s in (11.9, 12.0, 13.0)] == [
+        {"g1": 1500},
+        {"g1": 500},
+        {},
+    ]
+    assert ledger.loads(13.0).of(A).prefill_tokens == 200
+
+
 def test_a_replanned_request_moves() -> None:
     ledger = Ledger()
     book(ledger, "r1", A, g1=1000)

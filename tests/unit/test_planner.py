@@ -14,7 +14,7 @@ from router_hints.index import IndexView
 from router_hints.ledger import Announced, Load, Loads
 from router_hints.planner import Holder, NoWorker, Plan, Reason, RequestView, Worker, plan
 from router_hints.topology import Link, Place, Topology
-from router_hints.turns import Turn
+from router_hints.turns import Kind, Turn
 
 BLOCK = 16
 BLOCKS = 100
@@ -139,6 +139,29 @@ def test_several_sources_together_make_the_prefix() -> None:
 def test_a_hole_ends_what_can_be_reused() -> None:
     made = decide(held(g1=[range(40), range(41, 100)]), candidates=workers(1))
     assert [(run.first, run.count) for run in made.sources] == [(0, 40)]
+
+
+def test_what_is_copied_while_the_request_waits_for_its_turn_costs_it_nothing() -> None:
+    """A link slower than computing is worth it where the request waits anyhow, and is given that time."""
+    slow = CostModel(Settings(prefill_tokens_per_s=8000, domain_bytes_per_s=20e6))
+    pinned = replace(request(), pinned_worker=100)
+    recompute_s = BLOCKS * BLOCK / 8000
+    at_once, waiting = (
+        decide(held(g1=[range(BLOCKS)]), view=pinned, costs=slow, loads=Loads({(100, 0): Load(tokens, 1)}))
+        for tokens in (0, 80_000)
+    )
+    assert at_once.sources == ()
+    (run,) = waiting.sources
+    assert run.count == BLOCKS
+    assert waiting.chosen.wait_s == pytest.approx(10.0)
+    assert recompute_s < waiting.copies_s < 10.0
+    loads_s = run.byte_count / slow.settings.load_bytes_per_s
+    assert waiting.chosen.fetch_s == pytest.approx(loads_s), "what is left to wait for"
+    assert waiting.give_up_ms == pytest.approx(1e3 * (recompute_s + 10.0))
+    # What is not kept goes into engine memory, which a request gets when it is its turn.
+    once = replace(pinned, turn=Turn(kind=Kind.ONE_OFF))
+    loads = Loads({(100, 0): Load(80_000, 1)})
+    assert decide(held(g1=[range(BLOCKS)]), view=once, costs=slow, loads=loads).sources == ()
 
 
 def test_a_slow_link_is_not_used() -> None:

@@ -107,10 +107,13 @@ def test_without_nats_nobody_is_dead() -> None:
 
 def test_bookings_of_one_are_load_at_the_other() -> None:
     world, one, two = pair()
-    one.replicas.book("r1", world.ranks["g1"], prefill_tokens=500, blocks=10, copies={"g2": 1000})
+    begun_s = time.monotonic()
+    rank, copies = world.ranks["g1"], {"g2": 1000}
+    one.replicas.book("r1", rank, prefill_tokens=500, blocks=10, copies=copies, copied_by_s=begun_s + 60)
     deliver(one, two)
     assert load_of(two, "g1") == (500, 1)
-    assert two.ledger.loads(time.monotonic()).outgoing_bytes == {"g2": 1000}
+    assert two.ledger.loads(begun_s + 50).outgoing_bytes == copies
+    assert two.ledger.loads(begun_s + 70).outgoing_bytes == {}, "by then its copies are over, there as here"
     one.replicas.first_output("r1")
     deliver(one, two)
     assert load_of(two, "g1") == (0, 1)
