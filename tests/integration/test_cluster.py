@@ -24,7 +24,7 @@ from deployment import (
 from engine_client import EngineClient, chain
 from waiting import BUSY_S, eventually
 
-from kvcr.dynamo.leases import revoke_for_pid, revoke_instance, revoke_worker
+from kvcr.dynamo.leases import revoke_for_pid, revoke_worker
 from kvcr.dynamo.records import encode, record_key
 from kvcr.graph.infra import start_etcd, start_nats
 from kvcr.keys import pack_keys
@@ -182,8 +182,9 @@ async def test_a_lost_lease_makes_another_runtime(deployment: Deployment) -> Non
     with deployment.guard() as guard:
         before = await deployment.registered()
         async with await deployment.etcd() as etcd:
-            assert await revoke_instance(etcd, deployment.namespace, "g0")
-            assert not await revoke_instance(etcd, deployment.namespace, "nobody")
+            record = await etcd.get(record_key(deployment.namespace, "g0"))
+            assert record is not None
+            assert await etcd.revoke(record.lease)
 
         async def again() -> bool:
             return (await deployment.registered()).lease_id != before.lease_id

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcr.dynamo.etcd import EtcdClient
-from kvcr.dynamo.records import decode, guards_prefix, record_key
+from kvcr.dynamo.records import decode, guards_prefix
 from kvcr.errors import ProtocolError
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,6 @@ CARDS_PREFIX = "v1/mdc/"
 
 CONTROL_ENDPOINTS = "router_hint_source_control_endpoints"
 """In a card's runtime data: JSON of data-parallel rank to control endpoint of the guard beside it."""
-
-
-async def revoke_instance(etcd: EtcdClient, namespace: str, name: str) -> bool:
-    """Remove the guard ``name`` from the deployment. False when it is not registered. Raises EtcdError."""
-    found = await etcd.get(record_key(namespace, name))
-    return found is not None and bool(await _revoke(etcd, [found.lease], f"guard {name}"))
 
 
 async def revoke_for_pid(etcd: EtcdClient, namespace: str, host: str, pid: int) -> list[int]:

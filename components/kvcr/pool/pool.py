@@ -491,7 +491,7 @@ class Pool(Holds):
         # What was stored and removed again since is in the removed keys only.
         slots = slots[self.still(slots, generations)]
         record = self.record(slots)
-        return Changes(slots, record.keys, record.engine_hashes, record.positions, b"".join(removed))
+        return Changes(record.keys, record.engine_hashes, record.positions, b"".join(removed))
 
     def check_invariants(self) -> None:
         """Compare what this object believes with the directory. Raises PoolCorrupt on a difference."""

@@ -96,13 +96,6 @@ class PoolReader:
         """Incarnation of the guard that attached last."""
         return self._word(INCARNATION_INDEX)
 
-    def is_current(self) -> bool:
-        """Whether the mapped file is still the one in the directory: a pool is replaced, never changed."""
-        try:
-            return (self.dir / META).stat().st_ino == self._meta.inode
-        except FileNotFoundError:
-            return False
-
     def lookup(self, keys: bytes) -> Hits:
         """Slot and generation of each 16-byte key. A miss is always possible, a wrong hit is not."""
         return look_up(self._backend, self._meta, keys)[0]

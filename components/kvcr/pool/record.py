@@ -77,7 +77,6 @@ class Record(NamedTuple):
 class Changes(NamedTuple):
     """What came and went since the last call, as a net effect: removed first, then stored."""
 
-    stored_slots: I32
     stored_keys: bytes
     stored_hashes: U64
     stored_positions: U32

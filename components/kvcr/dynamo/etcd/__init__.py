@@ -21,7 +21,6 @@ from kvcr.dynamo.etcd.base import (
     EtcdError,
     EtcdUnavailable,
     KeyValue,
-    LeaseKeeper,
     LeaseNotFound,
     Listing,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "EtcdError",
     "EtcdUnavailable",
     "KeyValue",
-    "LeaseKeeper",
     "LeaseNotFound",
     "Listing",
     "addresses_of",

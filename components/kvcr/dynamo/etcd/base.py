@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The etcd client interface, and what every backend shares: the watch that survives, the lease keeper.
+"""The etcd client interface, and the watch that survives, which every backend shares.
 
 ::
 
@@ -121,7 +121,7 @@ class EtcdClient(ABC):
 
     @abstractmethod
     async def grant_lease(self, ttl_s: int) -> int:
-        """A new lease's id. It expires unless refreshed within ``ttl_s``; see :meth:`keep_alive`."""
+        """A new lease's id. It expires unless refreshed within ``ttl_s``; see :meth:`refresh_lease`."""
 
     @abstractmethod
     async def refresh_lease(self, lease_id: int) -> int:
@@ -133,15 +133,11 @@ class EtcdClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Drop the connection. End watches and keepers first."""
+        """Drop the connection. End watches first."""
 
     @abstractmethod
     def _follow(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
         """Changes after ``revision``. Ends, or raises EtcdError, at the slightest doubt that it saw all."""
-
-    def keep_alive(self, lease_id: int, ttl_s: int) -> LeaseKeeper:
-        """Refresh a lease in the background until the keeper is closed."""
-        return LeaseKeeper(self, lease_id, ttl_s)
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[Changes, None]:
         """List, then follow, for ever.
@@ -184,43 +180,6 @@ class EtcdClient(ABC):
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-
-class LeaseKeeper:
-    """Refreshes one lease every third of its time to live. Belongs to the event loop that made it."""
-
-    def __init__(self, client: EtcdClient, lease_id: int, ttl_s: int) -> None:
-        self.lease_id = lease_id
-        self._client = client
-        self._interval_s = max(ttl_s / 3, 0.5)
-        self._lost = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    @property
-    def alive(self) -> bool:
-        """False once etcd said that the lease is gone."""
-        return not self._lost.is_set()
-
-    async def lost(self) -> None:
-        """Returns when etcd said that the lease is gone."""
-        await self._lost.wait()
-
-    async def close(self) -> None:
-        """Stop refreshing; the lease lives on for the rest of its time unless revoked."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            try:
-                if await self._client.refresh_lease(self.lease_id) <= 0:
-                    break
-            except EtcdUnavailable as error:
-                # The lease outlives a short outage; only etcd itself can say that it is gone.
-                log.debug("lease %x not refreshed: %s", self.lease_id, error)
-        self._lost.set()
 
 
 def _difference(known: dict[str, KeyValue], values: list[KeyValue]) -> Changes:
