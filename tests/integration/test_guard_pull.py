@@ -88,6 +88,7 @@ def assert_counters_agree(source: GuardProcess, target: GuardProcess, transport:
     for guard, counter in ((target, "pulled"), (source, "served")):
         expected = blocks * BLOCK_BYTES
         assert guard.wait_metric(f"kvcr_{counter}_bytes_total{label}", expected) == expected
+    assert target.metrics()[f"kvcr_pull_seconds_count{label}"] >= 1
     if blocks > 8 or transport != "shm":  # Up to 8 blocks are read from the mapped pool, without a lease.
         released = 'kvcr_leases_ended_total{how="released"}'
         until(lambda: source.metrics().get(released, 0) >= 1, "the lease was given back")

@@ -46,6 +46,7 @@ def test_the_example_of_the_docs_pulls_and_is_counted_under_its_name(directory: 
         assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 40, "vmread")
         assert all(target.right(keys))
         assert b.wait_metric('kvcr_pulled_blocks_total{transport="vmread"}', 40) == 40
+        assert b.wait_metric('kvcr_pull_seconds_count{transport="vmread"}', 1) == 1
         assert a.wait_metric('kvcr_served_blocks_total{transport="vmread"}', 40) == 40
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvcr.dynamo.fleet import Fleet
     from kvcr.dynamo.records import InstanceRecord
+    from kvcr.protocol.events import ActionResult
 
     _Order = tuple[str, str, msgspec.Struct]
     """Guard, action and payload."""
@@ -115,7 +116,10 @@ async def _run(arguments: argparse.Namespace) -> int:
     plan_id = new_plan_id()
     async with opened as fleet:
         orders, silent = await _orders(fleet, arguments, plan_id)
-    results = await act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s) if orders else []
+    results: Sequence[ActionResult | None] = []
+    if orders:
+        acting = act(place.nats, place.namespace, orders, plan_id, arguments.timeout_s)
+        results = await deployment.patiently(arguments, acting, "guards")
     rows: list[dict[str, Any]] = []
     for (guard, kind, _), result in zip(orders, results, strict=True):
         rows.append(

@@ -70,7 +70,7 @@ async def _mode(fleet: Fleet, arguments: argparse.Namespace) -> int:
             not silent and all(router["mode"] == arguments.mode for router in routers)
         )
 
-    done = await poll(obeyed, _SEEN_S)
+    done = await deployment.patiently(arguments, poll(obeyed, _SEEN_S), "routers")
     modes = {router["router"]: router["mode"] for router in routers} | {
         router.router: f"no answer from {router.address}" for router in silent
     }

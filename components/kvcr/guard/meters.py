@@ -20,7 +20,7 @@ class Meters:
             "kvcr_peer_pulled_bytes_total", "Bytes copied here, by the guard they came from.", ["peer"]
         )
         self.pull_seconds = self.registry.histogram(
-            "kvcr_pull_seconds", "Duration of pulls that moved something."
+            "kvcr_pull_seconds", "Duration of pulls that moved something.", ["transport"]
         )
         self.served_blocks = counter(
             "kvcr_served_blocks_total", "Blocks peers read from here.", ["transport"]

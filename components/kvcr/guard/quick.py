@@ -167,7 +167,7 @@ class QuickPulls:
             read.setdefault(link, []).append(theirs)
             rate = link.measured(name, len(statuses) * block_bytes, seconds)
             meters.peer_rate.set(rate, peer=link.label, transport=name, tier=str(TIER))
-            meters.pull_seconds.observe(seconds)
+            meters.pull_seconds.observe(seconds, transport=name)
             refused = int(np.count_nonzero(statuses == _FAILED))
             meters.fetches.inc(result="partial" if refused else "ok")
             if refused:

@@ -51,4 +51,4 @@ class Telling:
                 self._meters.failed_blocks.inc(count, status=status.name.lower())
             self._meters.fetches.inc(result="ok" if good == pull.count else "partial" if good else "none")
             if blocks:
-                self._meters.pull_seconds.observe(seconds)
+                self._meters.pull_seconds.observe(seconds, transport="+".join(sorted(active.pulled)))

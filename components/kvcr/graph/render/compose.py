@@ -18,7 +18,7 @@ Service = dict[str, Any]
 
 IMAGE = "${KVCR_IMAGE:-dynamo-kvcr:dev}"
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.5.21"
-NATS_IMAGE = "nats:2.11-alpine"
+NATS_IMAGE = "nats:2.11.4-alpine"
 NATS_EXPORTER_IMAGE = "natsio/prometheus-nats-exporter:0.17.3"
 PROMETHEUS_IMAGE = "prom/prometheus:v2.55.1"
 GRAFANA_IMAGE = "grafana/grafana:11.6.0"
