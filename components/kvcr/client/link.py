@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 HANDSHAKE_S = 5.0
+WELCOME_S = 60.0
+"""A guard that is alive may be making the pool: a second for 15 GiB, or for half a GiB of memory that a
+virtual machine never touched."""
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 SLOW_S = 1.0
@@ -301,10 +304,10 @@ class GuardLink(Generic[R]):
             os.close(pidfd)
 
     def _answer(self, sock: socket.socket, path: str) -> Welcome:
-        ready, _, _ = select.select([sock], [], [], HANDSHAKE_S)
+        ready, _, _ = select.select([sock], [], [], WELCOME_S)
         raw = sock.recv(MAX_MESSAGE_BYTES) if ready else b""
         if not raw:
-            raise GuardUnavailable(f"the guard at {path} did not answer Hello within {HANDSHAKE_S:.0f} s")
+            raise GuardUnavailable(f"the guard at {path} did not answer Hello within {WELCOME_S:.0f} s")
         answer = to_engine.decode(raw)
         if isinstance(answer, Rejected):
             raise Refused(answer.code, answer.reason)
