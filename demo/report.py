@@ -7,7 +7,6 @@ import json
 import sys
 from typing import TextIO
 
-from demo.client import chat_body
 from demo.document import FOLLOW_UP, QUESTION
 from demo.graph import Graph
 from demo.observe import Seen
@@ -78,8 +77,9 @@ def _one_line(text: str) -> str:
 
 def curl_line(graph: Graph) -> str:
     """A command that asks the running graph something."""
-    body = chat_body(graph.model, [{"role": "user", "content": "Who keeps a lighthouse?"}], 48)
+    messages = [{"role": "user", "content": "Who keeps a lighthouse?"}]
+    body = {"model": graph.model, "max_tokens": 24, "messages": messages}
     return (
-        f"curl -N {graph.frontend_url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"curl -s {graph.frontend_url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
     )

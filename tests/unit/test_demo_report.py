@@ -141,7 +141,7 @@ def test_a_pull_that_did_not_happen_is_said() -> None:
 
 def test_the_curl_line_is_one_shell_command() -> None:
     line = curl_line(GRAPH)
-    assert line.startswith("curl -N http://127.0.0.1:8000/v1/chat/completions ")
+    assert line.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ")
     assert line.count("'") == 4
 
 
