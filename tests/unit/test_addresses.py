@@ -163,3 +163,9 @@ def test_only_rdma_ports_that_are_up_count(tmp_path: Path) -> None:
         (tmp_path / name / "ports" / str(port) / "state").write_text(state + "\n")
     assert rdma_devices(tmp_path) == ["mlx5_0:1", "mlx5_0:2"]
     assert rdma_devices(tmp_path / "none") == []
+
+
+def test_a_card_that_goes_while_it_is_looked_at_is_no_error(tmp_path: Path) -> None:
+    # As sysfs does then, reading fails after the name was there.
+    (tmp_path / "mlx5_1/ports/1/state").mkdir(parents=True)
+    assert rdma_devices(tmp_path) == []

@@ -7,6 +7,7 @@ a peer there would connect to itself.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -160,11 +161,13 @@ def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> list[str]:
     """RDMA ports that are up, as UCX names them: ``mlx5_0:1``."""
     if not sysfs.is_dir():
         return []
-    return sorted(
-        f"{state.parents[2].name}:{state.parent.name}"
-        for state in sysfs.glob("*/ports/*/state")
-        if "ACTIVE" in state.read_text()
-    )
+    up = []
+    for state in sysfs.glob("*/ports/*/state"):
+        # A card may go while it is looked at: its driver is reloaded, its function moved to a container.
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in state.read_text():
+                up.append(f"{state.parents[2].name}:{state.parent.name}")
+    return sorted(up)
 
 
 def set_ucx_devices(interface: str, environment: MutableMapping[str, str]) -> None:

@@ -25,7 +25,7 @@ def report(pool_bytes: int, transport: str) -> None:
         return
     for loss in (
         memory_lock_loss(
-            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], may(_CAP_IPC_LOCK), pool_bytes, rdma_devices()
+            resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], may(_CAP_IPC_LOCK), pool_bytes, rdma_cards()
         ),
         memory_access_loss(read_own_memory(), ptrace_scope(), may(_CAP_SYS_PTRACE)),
     ):
@@ -73,7 +73,8 @@ def may(capability: int) -> bool:
     return False
 
 
-def rdma_devices() -> list[str]:
+def rdma_cards() -> list[str]:
+    """Cards whatever the state of their ports, by name: ``mlx5_0``."""
     return sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
 
 
