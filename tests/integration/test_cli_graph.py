@@ -66,7 +66,8 @@ class Cli:
                     break
                 shown += part
             assert kvcr.stderr is not None
-            assert kvcr.stderr.read() in (b"", b"kvcr status: waiting for guards and routers\n")
+            told = kvcr.stderr.read().decode().splitlines()
+            assert not [line for line in told if not line.startswith(f"kvcr {words[0]}: waiting for ")], told
         os.close(ours)
         assert kvcr.returncode == 0, shown
         return shown.decode().splitlines()

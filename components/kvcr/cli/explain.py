@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         "DYN_NAMESPACE": found.namespace,
     }
     # A session of its own: Ctrl-C is for us, who end it.
-    code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+    with deployment.waiting_for(arguments, "routers"):
+        code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
     # Below zero: a signal, as when whoever reads has seen enough.
     return code if code >= 0 else 1
