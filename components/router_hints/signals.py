@@ -11,11 +11,9 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import msgspec
 
 from kvcr.protocol.events import (
     CANCEL,
@@ -27,8 +25,6 @@ from kvcr.protocol.events import (
     ActionCode,
     ActionResult,
     CancelPayload,
-    DemotePayload,
-    InvalidatePayload,
     PinPayload,
     UnpinPayload,
 )
@@ -43,11 +39,12 @@ from router_hints.actions import PENDING, Order
 from router_hints.chains import Chain
 from router_hints.desk import Desk
 from router_hints.forward import Announced, State, TurnId, load_id
+from router_hints.letting_go import ACT_WITHIN_S, let_go
 from router_hints.placement import Placed
 from router_hints.plans import Mode, NoWorker, Reason
 from router_hints.prefetches import prefetches
 from router_hints.reading import already_compacted, kept_tokens, turn_of
-from router_hints.sessions import Piece, Session, SessionKey
+from router_hints.sessions import Session, SessionKey
 from router_hints.shown import decision_of, describe, keys_of, last_plan
 from router_hints.turns import SessionView
 
@@ -55,11 +52,7 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """How long an answer waits for the guards, unless the caller says otherwise."""
-ACT_WITHIN_S = 30.0
-"""A guard that reads an action later than this leaves it, unless the signal has a deadline."""
 KEPT_REPLIES = 20_000
-_FREE_TRIES = 20
-_FREE_EVERY_S = 0.5
 
 _AHEAD = frozenset({Kind.FORK, Kind.WAKE_UP, Kind.NEXT_TURN, Kind.ONE_OFF})
 _END = frozenset({Kind.SUB_AGENT_DONE, Kind.SESSION_END})
@@ -191,34 +184,7 @@ class SignalHandler:
         """Its compacted request is here: what it left behind is dead."""
         pieces = self.desk.sessions.own_blocks(session, session.chain.blocks if session.chain else 0)
         session.stale = []
-        await self._let_go(session, pieces, plan_id, INVALIDATE)
-
-    async def free(self, placed: Placed, chain: Chain) -> None:
-        """Drop what a request's copy was to move at its sources, once the target has it.
-
-        For a plan that moves only a part: the hint on a request has one mode for all of its blocks, so it
-        asked for a copy. What the target never got stays where it is.
-        """
-        target = placed.target.name if placed.target is not None else ""
-        for run in placed.plan.sources:
-            keys = chain.cut(run.first, run.first + run.count)
-            for _ in range(_FREE_TRIES if run.frees else 0):
-                row = self.desk.index.lookup(keys).row(target)
-                if row is not None and row.all():
-                    names = chain.cut_names(run.first, run.first + run.count)
-                    payload = InvalidatePayload(
-                        plan_id=placed.plan.plan_id,
-                        keys=keys,
-                        descendants=False,
-                        engine_hashes=self._in_g1(run.guard, names),
-                    )
-                    await self.desk.actor.act(
-                        placed.plan.plan_id,
-                        [Order(run.guard, INVALIDATE, payload)],
-                        expires_in_s=ACT_WITHIN_S,
-                    )
-                    break
-                await asyncio.sleep(_FREE_EVERY_S)
+        await let_go(self.desk, session, pieces, plan_id, INVALIDATE)
 
     async def ended(self, session: Session) -> None:
         """The last request of a session is over."""
@@ -366,7 +332,7 @@ class SignalHandler:
         pieces = desk.sessions.own_blocks(session, keep)
         desk.sessions.compact(session, max(keep, desk.sessions.shared_blocks(session)))
         self._told_of(session)
-        self._told(answer, session, await self._let_go(session, pieces, answer.plan_id, INVALIDATE))
+        self._told(answer, session, await let_go(self.desk, session, pieces, answer.plan_id, INVALIDATE))
 
     async def _end(self, session: Session, plan_id: str) -> int:
         """Whatever only this session uses may be evicted first, wherever it is."""
@@ -374,7 +340,7 @@ class SignalHandler:
             self._drop(turn.id)
         pieces = self.desk.sessions.own_blocks(session, 0)
         session.ended = True
-        sent = await self._let_go(session, pieces, plan_id, DEMOTE)
+        sent = await let_go(self.desk, session, pieces, plan_id, DEMOTE)
         self._told_of(session)
         self.desk.sessions.forget(session.key)
         return sent
@@ -404,32 +370,6 @@ class SignalHandler:
         await desk.actor.act(answer.plan_id, [Order(guard, PIN, payload)], expires_in_s=ACT_WITHIN_S)
 
     # --- shared ----------------------------------------------------------------------------------
-
-    async def _let_go(self, session: Session, pieces: Iterable[Piece], plan_id: str, kind: str) -> int:
-        """Tell every guard that may have any of these blocks, or is beside an engine that has; returns how
-        many guards that were."""
-        orders = []
-        for piece in pieces:
-            holders = set(self.desk.index.lookup(piece.keys).guards) | session.guards
-            for guard in self.desk.guards.all():
-                if guard.key_space(session.key.tenant) != piece.space:
-                    continue
-                hashes = self._in_g1(guard.name, piece.names) if kind == INVALIDATE else b""
-                if guard.name not in holders and not hashes:
-                    continue
-                payload: msgspec.Struct = DemotePayload(plan_id=plan_id, keys=piece.keys)
-                if kind == INVALIDATE:
-                    payload = InvalidatePayload(plan_id=plan_id, keys=piece.keys, engine_hashes=hashes)
-                orders.append(Order(guard.name, kind, payload))
-        if orders:
-            await self.desk.actor.act(plan_id, orders, expires_in_s=ACT_WITHIN_S)
-        return len({order.guard for order in orders})
-
-    def _in_g1(self, guard: str, names: bytes) -> bytes:
-        """Engine hashes of those of these blocks that the engine beside this guard has in its memory."""
-        hashes = self.desk.g1.engine_hashes(self.desk.engine_beside(guard), names)
-        known: bytes = hashes[hashes != 0].astype("<u8").tobytes()
-        return known
 
     def _told(self, answer: _Answer, session: Session, guards: int) -> None:
         answer.acted = guards > 0

@@ -20,6 +20,7 @@ from router_hints import turns
 from router_hints.actions import Order
 from router_hints.chains import Chain, as_array
 from router_hints.desk import Desk
+from router_hints.letting_go import ACT_WITHIN_S, free_sources
 from router_hints.messages import message_starts
 from router_hints.metrics import Metrics
 from router_hints.placement import Placed
@@ -28,7 +29,7 @@ from router_hints.reading import merged, turn_of
 from router_hints.requests import Prompt
 from router_hints.sessions import Run, Session, SessionKey
 from router_hints.shown import last_plan
-from router_hints.signals import ACT_WITHIN_S, Audience, SignalHandler
+from router_hints.signals import Audience, SignalHandler
 from router_hints.turns import SessionView, Turn
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class Visits:
             return
         self.desk.sessions.finish(run, self.clock())
         if visit.placed is not None and partly_moved(visit.placed.plan):
-            self._in_background(self.handler.free(visit.placed, run.chain))
+            self._in_background(free_sources(self.desk, visit.placed, run.chain))
         if visit.turn.kind is turns.Kind.ONE_OFF:
             self.desk.sessions.forget(run.session.key)
         elif visit.final:
