@@ -23,6 +23,7 @@ from kvcr.keys import BlockKey, KeySpace, extend_chain
 from kvcr.pool import PoolReader
 from tests.e2e.processes import PATIENCE, SHM, leaked_shared_memory, shared_memory_names
 from tests.e2e.tiny_model import BLOCK_SIZE, tiny_model
+from tests.integration.waiting import PATIENCE_S
 
 PROMPT_BLOCKS = 12
 """Blocks that a prompt of :func:`messages` fills."""
@@ -125,7 +126,7 @@ def damage(worker: graphs.Worker, chat: Sequence[Mapping[str, str]], position: i
 
 
 def grown(
-    before: Page, url: str, name: str, at_least: float, timeout_s: float = 10.0, **labels: str
+    before: Page, url: str, name: str, at_least: float, timeout_s: float = PATIENCE_S, **labels: str
 ) -> float:
     """Growth of a counter since ``before``, waiting until it is ``at_least`` that much."""
     deadline_s = time.monotonic() + timeout_s

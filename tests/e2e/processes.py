@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.integration.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 
@@ -189,7 +191,7 @@ def leaked_shared_memory(before: set[str]) -> set[str]:
     return {name for name, inode in fresh.items() if inode not in mapped and (SHM / name).exists()}
 
 
-def eventually(check: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def eventually(check: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """Poll ``check`` until it holds; raises AssertionError naming ``what``."""
     deadline_s = time.monotonic() + timeout_s
     while not check():

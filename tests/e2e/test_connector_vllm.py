@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.metrics import scrape
 from kvcr.keys import KeySpace, extend_chain, pack_keys
 from kvcr.pool import PoolReader
 from tests.e2e.offline_engine import OfflineEngine
@@ -42,13 +43,17 @@ class Side:
     guard: Child
     control: str
     pool: Path
+    metrics_url: str
 
     def tokens(self, *prompts: list[int], **more: object) -> list[list[int]]:
         return [output["tokens"] for output in self.engine.generate(list(prompts), **more)]
 
-    def stored(self, text: list[int], blocks: int = PROMPT_BLOCKS) -> None:
+    def stored(self, text: list[int], blocks: int = PROMPT_BLOCKS, salt: str = "") -> None:
         """Wait for the blocks of a prompt in the pool: an answer does not wait for what it leaves behind."""
-        eventually(lambda: in_pool(self.pool, text) >= blocks, f"{blocks} blocks are stored")
+        eventually(lambda: in_pool(self.pool, text, salt) >= blocks, f"{blocks} blocks are stored")
+
+    def counted(self, name: str, **labels: str) -> float:
+        return scrape(self.metrics_url).total(name, **labels)
 
     def cached(self, prompt: list[int], **more: object) -> int:
         return int(self.engine.generate([prompt], **more)[0]["cached"])
@@ -75,7 +80,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
             engine = OfflineEngine(
                 model, logs / f"{name}.log", extra=extra, num_gpu_blocks_override=G1_BLOCKS, max_num_seqs=16
             )
-            made.append(Side(engine, guard, ready["control"], pool))
+            made.append(Side(engine, guard, ready["control"], pool, ready["metrics"]))
         for side in made:
             side.engine.wait_ready()
         yield made[0], made[1]
@@ -126,9 +131,11 @@ def test_a_damaged_block_is_computed_again_and_the_answer_is_the_same(sides: tup
     a.engine.reset_g1()
     a.stored(text)
     damage(a.pool, text, position=9)
+    before = a.counted("kvcr_corrupt_blocks_total", where="load")
     (restored,) = a.engine.generate([text])
     assert restored["tokens"] == cold["tokens"]
-    # What was computed in its place has taken its place.
+    # What was computed in its place takes its place, once the guard has looked at it.
+    eventually(lambda: a.counted("kvcr_corrupt_blocks_total", where="load") > before, "the guard was told")
     a.stored(text)
     a.engine.reset_g1()
     (again,) = a.engine.generate([text])
@@ -139,6 +146,7 @@ def test_tenants_do_not_share(sides: tuple[Side, Side]) -> None:
     a, b = sides
     text = prompt(5)
     (cold,) = a.engine.generate([text], salt="tenant-1")
+    a.stored(text, salt="tenant-1")
     assert b.cached(text, salt="tenant-2") == 0
     (same,) = b.engine.generate([text], salt="tenant-1")
     assert (same["cached"], same["tokens"]) == (PROMPT_BLOCKS * BLOCK_SIZE, cold["tokens"])
@@ -168,9 +176,14 @@ def test_reset_of_the_connector_forgets_what_was_stored(sides: tuple[Side, Side]
     _, b = sides
     text = prompt(8)
     b.cached(text)
+    b.stored(text)
     b.engine.reset_g1(connector=True)
+    before = b.counted("kvcr_deposited_blocks_total")
     assert b.cached(text) == 0
     b.engine.reset_g1()
+    eventually(
+        lambda: b.counted("kvcr_deposited_blocks_total") >= before + PROMPT_BLOCKS, "the blocks are stored"
+    )
     assert b.cached(text) == PROMPT_BLOCKS * BLOCK_SIZE
 
 
@@ -185,11 +198,11 @@ def test_without_its_guard_an_engine_answers_all_the_same(sides: tuple[Side, Sid
     assert b.tokens(prompt(10)) == a.tokens(prompt(10))
 
 
-def in_pool(pool: Path, tokens: list[int]) -> int:
+def in_pool(pool: Path, tokens: list[int], salt: str = "") -> int:
     """Blocks of a prompt that the pool has."""
     reader = PoolReader.open(pool)
     try:
-        keys = extend_chain(KeySpace("dynamo", reader.layout.model).root(), tokens, BLOCK_SIZE)
+        keys = extend_chain(KeySpace("dynamo", reader.layout.model, salt=salt).root(), tokens, BLOCK_SIZE)
         return int((reader.lookup(pack_keys(keys)).slots >= 0).sum())
     finally:
         reader.close()

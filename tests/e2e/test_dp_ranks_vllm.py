@@ -11,7 +11,8 @@ import pytest
 from demo.client import Answer, ask
 from demo.metrics import Page, growth, scrape
 from kvcr.harness import Harness, headers
-from tests.e2e.agg import PROMPT_BLOCKS, Agg, messages, running
+from kvcr.protocol.signals import SessionInfo
+from tests.e2e.agg import PROMPT_BLOCKS, Agg, grown, messages, running
 from tests.e2e.processes import eventually
 from tests.e2e.tiny_model import BLOCK_SIZE
 
@@ -35,9 +36,13 @@ def answer(agg: Agg, seed: int) -> Answer:
     )
 
 
+def session(agg: Agg, seed: int) -> SessionInfo | None:
+    return Harness(agg.graph.component("router")["urls"]["signals"]).session(f"s{seed}")
+
+
 def places(agg: Agg, seed: int) -> set[tuple[str, str]]:
     """Guards and tiers that have the whole prompt, as the router knows it."""
-    info = Harness(agg.graph.component("router")["urls"]["signals"]).session(f"s{seed}")
+    info = session(agg, seed)
     found = info.places if info is not None else []
     return {(place.guard, place.tier) for place in found if place.leading_blocks >= PROMPT_BLOCKS}
 
@@ -49,7 +54,7 @@ def page(agg: Agg, guard: str) -> Page:
 def test_a_rank_copies_from_the_other_through_shared_memory(agg: Agg) -> None:
     for seed in itertools.count(1):
         cold = answer(agg, seed)
-        eventually(lambda seed=seed: len(places(agg, seed)) == 2, "one rank has it, in both tiers", 30)
+        eventually(lambda seed=seed: len(places(agg, seed)) == 2, "one rank has it, in both tiers")
         ((holder, _), _) = places(agg, seed)
         other = GUARDS[1 - GUARDS.index(holder)]
         before = page(agg, holder), page(agg, other)
@@ -57,11 +62,13 @@ def test_a_rank_copies_from_the_other_through_shared_memory(agg: Agg) -> None:
         again = answer(agg, seed)
         assert again.text == cold.text
         assert again.cached_tokens == PROMPT_BLOCKS * BLOCK_SIZE
-        pulled = growth(before[1], page(agg, other)).by_label("kvcr_pulled_blocks_total", "transport")
-        if pulled.get("shm"):
+        info = session(agg, seed)
+        if info is not None and info.home == other:
             break
         assert seed < TRIES, "the other rank never gets a request"
+    served = agg.graph.component(holder)["metrics"]
+    assert grown(before[0], served, "kvcr_served_blocks_total", PROMPT_BLOCKS) == PROMPT_BLOCKS
+    pulled = growth(before[1], page(agg, other)).by_label("kvcr_pulled_blocks_total", "transport")
     assert sum(pulled.values()) == pulled["shm"] == PROMPT_BLOCKS
-    assert growth(before[0], page(agg, holder)).total("kvcr_served_blocks_total") == PROMPT_BLOCKS
     both = {(guard, tier) for guard in GUARDS for tier in ("G1", "G2")}
-    eventually(lambda: places(agg, seed) == both, "both ranks have it, in both tiers", 30)
+    eventually(lambda: places(agg, seed) == both, "both ranks have it, in both tiers")

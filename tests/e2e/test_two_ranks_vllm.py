@@ -24,7 +24,7 @@ from kvcr.keys import KeySpace, extend_chain
 from kvcr.pool import PoolReader, writers_of
 from tests.e2e.offline_engine import OfflineEngine
 from tests.e2e.processes import SHM, Child, eventually, session_members, start_guard
-from tests.e2e.test_connector_vllm import PROMPT_BLOCKS, prompt
+from tests.e2e.test_connector_vllm import PROMPT_BLOCKS, in_pool, prompt
 from tests.e2e.tiny_model import BLOCK_SIZE, tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -87,6 +87,7 @@ def test_two_ranks_of_a_real_engine_store_restore_fail_and_die_as_one(two: Two) 
     text = prompt(1)
     cold = two.generate(text)
     assert cold["cached"] == 0
+    eventually(lambda: in_pool(two.pool, text) == PROMPT_BLOCKS, "both ranks have stored it")
     two.engine.reset_g1()
     restored = two.generate(text)
     assert restored["cached"] == PROMPT_BLOCKS * BLOCK_SIZE

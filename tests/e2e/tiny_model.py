@@ -47,7 +47,7 @@ def tiny_model(directory: Path | None = None) -> Path:
                 env={**os.environ, "PYTHONPATH": f"{ROOT / 'components'}{os.pathsep}{ROOT}"},
                 capture_output=True,
                 text=True,
-                timeout=180,
+                timeout=400,
             )
             if done.returncode:
                 shutil.rmtree(draft, ignore_errors=True)
