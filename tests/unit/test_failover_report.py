@@ -101,12 +101,15 @@ def test_a_broken_stream_is_counted_and_asked_again_wherever_the_router_likes() 
 
 
 def test_silence_is_not_an_error_but_a_hang() -> None:
+    over = threading.Event()
+
     def silent(write: Write) -> None:
         write(TEXT)
-        time.sleep(1.0)
+        over.wait(60.0)
 
     with serving([silent, good]) as (url, _):
         session = played(url, 0.3, lambda s: len(s.requests) >= 1)
+        over.set()
     assert session.requests[0].outcome is Outcome.HUNG
 
 
