@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,28 @@ def test_the_number_of_pins_is_bounded_and_ended_ones_make_room(tmp_path: Path) 
     assert held.pin(pool, "one more", keys(0), 10.0, 10.0) == (1, "")
     refusal = "its id has 257 characters, at most 256 are kept"
     assert held.pin(pool, "x" * 257, keys(0), 10.0, 10.0) == (0, refusal)
+
+
+def test_what_is_not_here_is_not_remembered(tmp_path: Path) -> None:
+    pool, held = create(tmp_path, 64), Pins()
+    store(pool, 0)
+    assert held.pin(pool, "a", keys(*range(1000)), 10.0, 0.0) == (1, "")
+    store(pool, *range(1, 17))
+    assert held.pin(pool, "a", keys(0), 10.0, 1.0) == (1, ""), "what came since was not asked for again"
+    assert pinned(pool, 1.0) == [0]
+
+
+def test_the_blocks_that_all_pins_name_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MAX_PINS", 8)
+    pool, held = create(tmp_path, 64), Pins()
+    store(pool, *range(16))
+    for pin_id in "abcd":
+        assert held.pin(pool, pin_id, keys(*range(16)), 10.0, 0.0) == (16, "")
+    refusal = "pins name 64 blocks and this one would name 1, the limit is 64"
+    assert held.pin(pool, "e", keys(0), 10.0, 0.0) == (0, refusal)
+    assert held.pin(pool, "d", keys(0), 20.0, 0.0) == (16, ""), "it names them already"
+    held.unpin(pool, "c", 1.0)
+    assert held.pin(pool, "e", keys(0), 10.0, 1.0) == (1, "")
 
 
 @given(

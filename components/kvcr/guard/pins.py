@@ -32,7 +32,8 @@ class Pins:
         self._pins: dict[str, _Pin] = {}
 
     def pin(self, pool: Pool, pin_id: str, keys: bytes, ttl_s: float, now_s: float) -> tuple[int, str]:
-        """Hold what is here of these blocks for ``ttl_s``. A pin that exists is added to and prolonged.
+        """Hold what is here of these blocks for ``ttl_s``. A pin that exists is added to and prolonged. Only what
+        is here is remembered: a block that comes later has to be named again.
 
         Returns how many blocks were here, and why none of them is pinned (empty when they are).
         """
@@ -43,18 +44,23 @@ class Pins:
             return 0, f"its id has {len(pin_id)} characters, at most {MAX_ID_CHARACTERS} are kept"
         if pin_id not in self._pins and len(self._pins) >= MAX_PINS:
             return 0, f"{MAX_PINS} pins are held"
-        slots = np.unique(pool.lookup(keys).slots)
-        slots = slots[slots >= 0]
+        before = self._pins.get(pin_id)
+        named = list({*_split(keys), *(before.keys if before else ())})
+        found = pool.lookup(b"".join(named)).slots
+        here = [key for key, slot in zip(named, found, strict=True) if slot >= 0]
+        slots = found[found >= 0]
         new = int(np.count_nonzero(~pool.pinned(slots, now_s)))
         held, most = pool.pinned_count(now_s), int(pool.slots * MAX_PINNED_FRACTION)
         if held + new > most:
             return 0, f"{held} blocks are pinned and {new} would come on top, the limit is {most}"
-        until_s = now_s + ttl_s
-        pin = self._pins.setdefault(pin_id, _Pin(set(), until_s))
-        pin.keys.update(_split(keys))
-        pin.until_s = max(pin.until_s, until_s)
-        # All of it, also where nothing came: what it held before is prolonged too.
-        return pool.pin(b"".join(pin.keys), pin.until_s), ""
+        # A block that many pins hold is in one slot, and remembered by each of them.
+        others, most = sum(len(pin.keys) for pin in self._pins.values() if pin is not before), _names(pool)
+        if others + len(here) > most:
+            return 0, f"pins name {others} blocks and this one would name {len(here)}, the limit is {most}"
+        until_s = max(before.until_s if before else 0.0, now_s + ttl_s)
+        # What it held before is prolonged too.
+        self._pins[pin_id] = _Pin(set(here), until_s)
+        return pool.pin(b"".join(here), until_s), ""
 
     def unpin(self, pool: Pool, pin_id: str, now_s: float) -> int | None:
         """End a pin; blocks that another one holds stay pinned as long as that does. None: no such pin."""
@@ -75,3 +81,8 @@ class Pins:
 
 def _split(keys: bytes) -> list[bytes]:
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _names(pool: Pool) -> int:
+    """How many blocks all pins together may name, each counted once a pin; one takes about 100 bytes."""
+    return max(pool.slots, MAX_PINS)
