@@ -30,6 +30,7 @@ from tests.integration.waiting import PATIENCE_S
 pytestmark = pytest.mark.timeout(400)
 
 OUTAGE_S = float(os.environ.get("KVCR_WEATHER_S", "8"))
+LEASE_S = 120
 BLOCKS = 12
 
 
@@ -44,7 +45,7 @@ def sound() -> Iterator[list[Live]]:
 
 @pytest.fixture
 def live(tmp_path: Path, sound: list[Live]) -> Iterator[Live]:
-    made = sound.pop() if sound else Live(tmp_path, slots=768, lease_s=120)
+    made = sound.pop() if sound else Live(tmp_path, slots=768, lease_s=LEASE_S)
     try:
         yield made
     finally:
@@ -131,7 +132,9 @@ def test_routing_goes_on_and_everything_reconciles(live: Live, sound: list[Live]
     works(live, f"after: {outage}")
     assert [part.process.pid for part in live.stack.parts if part.name == "router"] == routers
     assert all(part.process.poll() is None for part in live.stack.parts), "nobody had to be restarted"
-    sound.append(live)
+    if 2 * OUTAGE_S < LEASE_S:
+        # Or two of them, with seconds between, would outlast the lease of a stock frontend.
+        sound.append(live)
 
 
 def test_an_etcd_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
