@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A guard for an engine that has none configured: found running, or started.
 
-It survives the engine (own session, no inherited descriptors) but not the container, and leaves after
-:data:`LINGER_S` without an engine.
+It survives the engine (own session, no inherited descriptors, a child of init) but not the container, and
+leaves after :data:`LINGER_S` without an engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +28,11 @@ from kvcr.guard.leftovers import SPAWN_SUFFIX
 LINGER_S = 60.0
 START_TIMEOUT_S = 30.0
 LOG_NAME = "guard.log"
+
+_DETACH = (
+    "import os, sys; os.fork() and os._exit(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""A vLLM server that ends in a hurry kills all its descendants, so the guard must not be one."""
 
 
 def pool_dir_of(config: EngineConfig) -> Path:
@@ -63,7 +70,7 @@ def ensure_guard(config: EngineConfig) -> str:
 def _start(config: EngineConfig, directory: Path, socket_path: str) -> None:
     log_path = directory / LOG_NAME
     command = [
-        sys.executable, "-m", "kvcr.guard",
+        sys.executable, "-ISc", _DETACH, "-m", "kvcr.guard",
         "--name", _guard_name(config),
         "--pool-dir", str(directory),
         "--pool-bytes", str(config.pool_bytes),
@@ -84,13 +91,14 @@ def _start(config: EngineConfig, directory: Path, socket_path: str) -> None:
             cwd="/",
             env=_environment(),
         )
-    if not announced(process, START_TIMEOUT_S):
-        process.kill()
-        status = process.wait()
+    ready = announced(process, START_TIMEOUT_S)
+    if not ready:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if not ready:
         tail = log_path.read_text(errors="replace")[-2000:] if log_path.exists() else ""
-        raise GuardUnavailable(
-            f"the guard of {directory} did not start (status {status}); its log ends:\n{tail}"
-        )
+        raise GuardUnavailable(f"the guard of {directory} did not start; its log ends:\n{tail}")
 
 
 def announced(process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
