@@ -32,8 +32,8 @@ class Pins:
         self._pins: dict[str, _Pin] = {}
 
     def pin(self, pool: Pool, pin_id: str, keys: bytes, ttl_s: float, now_s: float) -> tuple[int, str]:
-        """Hold what is here of these blocks for ``ttl_s``. A pin that exists is added to and prolonged. Only what
-        is here is remembered: a block that comes later has to be named again.
+        """Hold what is here of these blocks for ``ttl_s``. A pin that exists is added to and prolonged. Only
+        what is here is remembered: a block that comes later has to be named again.
 
         Returns how many blocks were here, and why none of them is pinned (empty when they are).
         """
