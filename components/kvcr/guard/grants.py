@@ -17,6 +17,9 @@ from kvcr.transfer.nixl_messages import STALL_S
 LEASE_MARGIN_S = STALL_S + 0.2
 """A read begins no later than this before its lease ends, for it to be over by then."""
 
+_MAX_ID = 2**63 - 1
+"""What :attr:`kvcr.guard.active.Active.lease_of` holds."""
+
 
 class Grant(NamedTuple):
     """A lease at a peer: what it holds of the keys asked for. ``slots`` is -1 where it has none."""
@@ -34,8 +37,9 @@ class Grant(NamedTuple):
     """A read under the lease must have begun by then."""
 
 
-def grant_of(reply: Leased, *, keys: int, ranks: int, rows: int, asked_s: float) -> Grant:
-    """The answer to a lease on ``keys`` keys of a pool with ``rows`` rows, asked for at ``asked_s``.
+def grant_of(reply: Leased, *, keys: int, ranks: int, rows: int, lease_ms: int, asked_s: float) -> Grant:
+    """The answer to a lease on ``keys`` keys of a pool with ``rows`` rows, asked for at ``asked_s`` and for
+    ``lease_ms``: the source may make that shorter.
 
     Raises ProtocolError when it cannot be one.
     """
@@ -49,6 +53,10 @@ def grant_of(reply: Leased, *, keys: int, ranks: int, rows: int, asked_s: float)
         raise ProtocolError(f"lease for {keys} keys has {len(hashes)} engine hashes")
     if len(slots) and (int(slots.min()) < -1 or int(slots.max()) >= rows):
         raise ProtocolError(f"lease names a slot outside of 0..{rows - 1}")
+    if not 0 <= reply.lease_id <= _MAX_ID:
+        raise ProtocolError(f"lease has the number {reply.lease_id}, it must be within 0..{_MAX_ID}")
+    if not 0 < reply.lease_ms <= lease_ms:
+        raise ProtocolError(f"lease is for {reply.lease_ms} ms, {lease_ms} were asked for")
     # On our clock, from when we asked: never later than the source counts. A read that begins must end.
     lease_s = reply.lease_ms / 1000
     usable_until_s = asked_s + lease_s - min(LEASE_MARGIN_S, lease_s / 2)

@@ -182,7 +182,7 @@ class PeerLink:
                 done(None, reason)
                 return
             try:
-                grant = self._grant(reply, len(keys) // KEY_BYTES, asked_s)
+                grant = self._grant(request, reply, asked_s)
             except ProtocolError as error:
                 done(None, str(error))
                 return
@@ -403,7 +403,7 @@ class PeerLink:
                 done(None, reason)
                 return
             try:
-                slot = int(self._grant(reply, 1, time.monotonic(), spare=SPARE_ROWS).slots[0])
+                slot = int(self._grant(request, reply, time.monotonic(), spare=SPARE_ROWS).slots[0])
             except ProtocolError as error:
                 done(None, str(error))
                 return
@@ -458,10 +458,16 @@ class PeerLink:
             return
         self._questions.answered(reply)
 
-    def _grant(self, reply: Leased, keys: int, asked_s: float, *, spare: int = 0) -> Grant:
+    def _grant(self, request: Lease, reply: Leased, asked_s: float, *, spare: int = 0) -> Grant:
         """``spare``: rows behind the peer's slots that may be named too."""
-        rows = self._welcome.slots + spare if self._welcome else 0
-        return grant_of(reply, keys=keys, ranks=len(self._context.local.arrays), rows=rows, asked_s=asked_s)
+        return grant_of(
+            reply,
+            keys=len(request.keys) // KEY_BYTES,
+            ranks=len(self._context.local.arrays),
+            rows=self._welcome.slots + spare if self._welcome else 0,
+            lease_ms=request.lease_ms,
+            asked_s=asked_s,
+        )
 
     def _lost(self, reason: str, *, silent: bool = False) -> None:
         """Fail what is asked, drop what is mapped; the next :meth:`when_ready` starts again.
