@@ -22,6 +22,7 @@ and a :class:`WorkerHandle` in each that computes. A guard that is absent, slow 
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import time
 import uuid
@@ -45,7 +46,7 @@ from kvcr.client import (
 )
 from kvcr.client.hints import missing_run, other_actions, parse_envelope, sources_for
 from kvcr.config import EngineConfig
-from kvcr.errors import KvcrError, MustFail
+from kvcr.errors import KvcrError
 from kvcr.keys import KEY_BYTES, BlockKey, KeySpace, extend_chain, model_identity, pack_keys
 from kvcr.layout import Layout
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE
@@ -165,17 +166,16 @@ class Kvcr:
             )
         engine_id = engine_id or f"api-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         deadline_s = time.monotonic() + wait_s
-        worker = WorkerHandle(config, layout, memory, engine_id=engine_id)
-        worker.wait_connected(wait_s)
-        scheduler = SchedulerHandle(config, layout, engine_id=engine_id, standing_blocks=standing_blocks)
-        scheduler.wait_connected(max(0.0, deadline_s - time.monotonic()))
-        try:
+        with contextlib.ExitStack() as undo:
+            worker = WorkerHandle(config, layout, memory, engine_id=engine_id)
+            undo.callback(worker.close)
+            worker.wait_connected(wait_s)
+            scheduler = SchedulerHandle(config, layout, engine_id=engine_id, standing_blocks=standing_blocks)
+            undo.callback(scheduler.close)
+            scheduler.wait_connected(max(0.0, deadline_s - time.monotonic()))
             worker.require_start()
             scheduler.require_start()
-        except MustFail:
-            worker.close()
-            scheduler.close()
-            raise
+            undo.pop_all()
         return cls(scheduler, worker)
 
     @property
@@ -437,10 +437,11 @@ class Kvcr:
             return np.zeros(count, np.uint8)
         with self._worker.borrowed():
             self._worker.submit_load(spec)
-            self._worker.work_until(
-                lambda: self._take_results() and request_id in self._results,
-                time.monotonic() + deadline_s + 1.0,
-            )
+            ends_s = time.monotonic() + deadline_s
+            self._worker.work_until(lambda: self._take_results() and request_id in self._results, ends_s)
+        if request_id not in self._results:
+            # This thread was kept from asking, for however long: the load is late by now, which ends it.
+            self._take_results()
         # Not before the copy, which would then share the processor with the guard.
         self._scheduler.use(blob)
         return self._results.pop(request_id).statuses

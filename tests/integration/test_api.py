@@ -9,15 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from waiting import BUSY_S, PATIENCE_S
 
+from kvcr import api
 from kvcr.api import (
     ANNOUNCED_BYTES,
     BlockStatus,
@@ -26,6 +29,7 @@ from kvcr.api import (
     KeySpace,
     Kvcr,
     Layout,
+    LoadResult,
     Source,
     extend_chain,
     model_identity,
@@ -373,6 +377,42 @@ def test_a_guard_that_stopped_answering_costs_no_more_than_the_deadline(
         assert not b.kv.connected
     finally:
         guards[1].process.send_signal(signal.SIGCONT)
+
+
+def test_a_delivery_whose_thread_is_paused_over_its_deadline_is_too_slow(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, keys = engines[0].kv, chain(4, "paused")
+    take_loads, asked = kv._worker.take_loads, 0
+
+    def paused() -> list[LoadResult]:
+        nonlocal asked
+        results = take_loads()
+        # The first time is that of the poll before, the second the first look at the load.
+        asked += 1
+        if asked == 2:
+            time.sleep(1.5)
+        return results
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source(f"tcp://127.0.0.1:{silent.getsockname()[1]}", 0, 4)
+        kv.fetch("r1", keys, sources=[source], deadline_s=10.0, wait=False)
+        monkeypatch.setattr(kv._worker, "take_loads", paused)
+        assert is_all(kv.deliver("r1", keys, range(4), deadline_s=0.3), BlockStatus.TOO_SLOW)
+
+
+def test_an_engine_that_cannot_be_opened_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("no descriptors left")
+
+    monkeypatch.setattr(api, "SchedulerHandle", fails)
+    memory = HostBlockMemory([np.zeros((BLOCKS, LAYER_BYTES), np.uint8) for _ in range(LAYERS)])
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="no descriptors left"):
+        Kvcr.open(EngineConfig(socket=str(tmp_path / "none.sock")), LAYOUT, memory, wait_s=0.0)
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_delivery_that_is_cancelled_ends_once(engines: list[Engine]) -> None:
