@@ -28,6 +28,7 @@ from kvcr.protocol.events import (
     envelope,
     event,
 )
+from kvcr.protocol.pieces import MAX_KEY_BYTES, key_bytes, pieces
 from kvcr.protocol.signals import ActionReport
 from router_hints.metrics import Metrics
 
@@ -35,10 +36,6 @@ log = logging.getLogger(__name__)
 
 PENDING = "pending"
 MAX_BATCHES = 4096
-MAX_KEY_BYTES = 480_000
-"""Of keys and hashes in one message: base64 in JSON makes them a third longer, and an event has at most
-900,000 bytes."""
-
 _CHANGED = frozenset({ActionCode.DONE, ActionCode.PARTIAL, ActionCode.DEFERRED})
 
 
@@ -131,7 +128,8 @@ class Actor:
                 self._batches.popitem(last=False)
         batch.on_result = on_result or batch.on_result
         expires = time.time() + expires_in_s
-        for guard, actions in self._by_guard(batch, orders):
+        split = (Order(each.guard, each.kind, piece) for each in orders for piece in pieces(each.payload))
+        for guard, actions in self._by_guard(batch, split):
             act = Act(
                 plan_id,
                 self._router,
@@ -191,7 +189,7 @@ class Actor:
             action_id = f"{batch.plan_id}.{len(batch.reports)}"
             batch.reports[action_id] = ActionReport(guard=order.guard, action=order.kind, result=PENDING)
             batch.answered.clear()
-            size = sum(len(getattr(order.payload, blob, b"")) for blob in ("keys", "engine_hashes"))
+            size = key_bytes(order.payload)
             if order.guard in by_guard and sizes[order.guard] + size > MAX_KEY_BYTES:
                 messages.append((order.guard, by_guard.pop(order.guard)))
             sizes[order.guard] = size if order.guard not in by_guard else sizes[order.guard] + size

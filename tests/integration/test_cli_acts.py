@@ -94,6 +94,25 @@ async def test_by_hand(deployment: Deployment, guards: tuple[GuardProcess, Guard
         await eventually(gone, "the source to drop what was moved")
 
 
+async def test_more_blocks_than_a_message_carries(
+    deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], kvcr: Any, tmp_path: Path
+) -> None:
+    await deployment.registered("g0")
+    await deployment.registered("g1")
+    (first_root, first), (last_root, last) = chain(3, "among the first"), chain(3, "among the last")
+    others = [f"{number:032x}" for number in range(100_000)]
+    names = tmp_path / "keys"
+    names.write_text("\n".join([*(key.hex() for key in first), *others, *(key.hex() for key in last)]))
+    with EngineClient(guards[0], "engine-0") as engine:
+        engine.deposit(first, first_root)
+        engine.deposit(last, last_root)
+        (dropped,) = kvcr("invalidate", f"@{names}", "--guard", "g0")["actions"]
+        assert (dropped["result"], dropped["blocks"]) == ("deferred", 6)
+        for key in (first[0], last[-1]):
+            found = kvcr("where", key.hex(), code=1)["guards"]
+            assert {guard["guard"]: guard["held"] for guard in found} == {"g0": 0, "g1": 0}
+
+
 async def test_a_guard_that_hangs_does_not_keep_the_others_from_acting(
     deployment: Deployment, guards: tuple[GuardProcess, GuardProcess], kvcr: Any
 ) -> None:

@@ -25,6 +25,7 @@ from kvcr.protocol.events import (
     event,
     results_subject,
 )
+from kvcr.protocol.pieces import pieces, together
 
 SENDER = "cli"
 
@@ -42,7 +43,8 @@ async def act(
 ) -> list[ActionResult | None]:
     """Carry out ``orders``, each a guard, an action type and its payload; results in the same order.
 
-    None for a guard that did not answer in time: it still acts when it comes back within ``timeout_s``, and
+    What names more blocks than a message carries goes in several, and has one result all the same. None for a
+    guard that did not answer to all of it in time: it still acts when it comes back within ``timeout_s``, and
     not later. Raises NatsAway.
     """
     try:
@@ -52,9 +54,14 @@ async def act(
     try:
         results = await client.subscribe(results_subject(namespace))
         await ensure_stream(client.jetstream(), namespace)
+        split = [
+            (index, guard, kind, piece)
+            for index, (guard, kind, payload) in enumerate(orders)
+            for piece in pieces(payload)
+        ]
         waiting: dict[str, int] = {}
-        for index, (guard, kind, payload) in enumerate(orders):
-            action_id = f"{plan_id}.{index}"
+        for number, (index, guard, kind, payload) in enumerate(split):
+            action_id = f"{plan_id}.{number}"
             message = Act(
                 plan_id,
                 SENDER,
@@ -63,7 +70,7 @@ async def act(
             )
             await client.jetstream().publish(actions_subject(namespace, guard), event.encode(message))
             waiting[action_id] = index
-        found: list[ActionResult | None] = [None] * len(orders)
+        found: list[list[ActionResult]] = [[] for _ in orders]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while waiting:
@@ -72,8 +79,9 @@ async def act(
                     with contextlib.suppress(ProtocolError):
                         result = event.decode(raw)
                         if isinstance(result, ActionResult) and result.action_id in waiting:
-                            found[waiting.pop(result.action_id)] = result
-        return found
+                            found[waiting.pop(result.action_id)].append(result)
+        unanswered = set(waiting.values())
+        return [None if index in unanswered else together(results) for index, results in enumerate(found)]
     except nats.errors.Error as error:
         raise NatsAway(f"NATS at {nats_url}: {error or type(error).__name__}") from error
     finally:
