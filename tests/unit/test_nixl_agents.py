@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pools
 import pytest
 
+from kvcr.errors import ProtocolError
 from kvcr.pool import checksum_parts
 from kvcr.protocol.codec import u64
 from kvcr.protocol.engine import BlockStatus
+from kvcr.transfer import nixl as nixl_end
 from kvcr.transfer import nixl_agents, nixl_api, nixl_reader
 from kvcr.transfer.nixl import NixlProcess, NixlTransport, _Flight
 from kvcr.transfer.nixl_agents import NixlAgents
@@ -37,6 +45,8 @@ from kvcr.transfer.nixl_messages import (
     to_guard,
     to_process,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class nixlBackendError(Exception):
@@ -367,3 +377,44 @@ def test_peers_that_need_their_own_agent_are_refused_while_too_much_is_in_quaran
     assert (process.quarantined, tcp.overloaded, process.status()["quarantine_limit"]) == (10, False, 10)
     process._flights[2] = _Flight(tcp, step, print, print, 0.0, lost_s=0.0)
     assert (process.quarantined, tcp.overloaded, shared.overloaded) == (15, True, False)
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    process = NixlProcess("x", tmp_path, 1, None, None, "UCX", {})  # type: ignore[arg-type]
+    before = os.listdir("/proc/self/fd")
+    served: list[Any] = []
+    process.serve(served.append)
+    assert served == [None], "whoever waits for it is told"
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_checksums_of_another_read_are_nonsense_and_its_slots_wait_for_the_end_of_the_process() -> None:
+    local: Any = SimpleNamespace(slots=80)
+    process = NixlProcess("x", None, 1, local, None, "UCX", {})  # type: ignore[arg-type]
+    step: Any = SimpleNamespace(checksums=np.zeros((2, 1), np.uint64))
+    peer: Any = SimpleNamespace(synchronous=False)
+    process._flights[1] = _Flight(peer, step, pytest.fail, pytest.fail, 0.0)
+    with pytest.raises(ProtocolError, match="3 checksums of a read that has 2"):
+        process._heard(memoryview(to_guard.encode(Landed(1, 0.1, True, bytes(24)))))
+    assert list(process._flights) == [1]
+    unknown = msgspec.msgpack.encode(["Lost", 1, 99, "", 0.0, False])
+    with pytest.raises(ProtocolError, match="Invalid enum value 99"):
+        process._heard(memoryview(unknown))
+    assert list(process._flights) == [1]
+
+
+def test_any_wheel_of_nixl_will_do_and_the_one_that_is_advised_is_the_one_of_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_end.importlib.util, "find_spec", lambda name: None)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wheel,) = extras["nixl"]
+    assert nixl_end.import_error().startswith(f"nixl is not installed; pip install --no-deps {wheel}, or")
+    monkeypatch.setattr(nixl_end.importlib.util, "find_spec", lambda name: name == "nixl_cu13" or None)
+    assert nixl_end.import_error() == ""

@@ -31,6 +31,7 @@ from kvcr.pool import pages
 from kvcr.pool.files import allocate
 from kvcr.pool.mapping import Mapping
 from kvcr.tables import paragraph
+from kvcr.transfer import nixl
 
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMLOCK_BYTES = 1 << 30
@@ -70,7 +71,6 @@ make_agent, configuration = api()
 agent = make_agent("kvcr-doctor", configuration(backends=["UCX"], enable_prog_thread=False))
 print("plugins " + json.dumps(list(agent.get_plugin_list())))
 """
-_NIXL_WHEELS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 
 
 class Outcome(enum.StrEnum):
@@ -202,11 +202,10 @@ def check_native() -> Check:
 
 def check_nixl() -> Check:
     """NIXL with its UCX plugin: needed between hosts only."""
-    if all(importlib.util.find_spec(name) is None for name in _NIXL_WHEELS):
+    if nixl.import_error():
         return Check(
-            "nixl", Outcome.WARN, "not installed: blocks move within this host only; "
-            "pip install --no-deps nixl-cu12==1.5.1"
-        )  # fmt: skip
+            "nixl", Outcome.WARN, f"not installed: blocks move within this host only; {nixl.INSTALL}"
+        )
     done = _python(_LIST_NIXL_PLUGINS)
     line = next((line for line in done.stdout.splitlines() if line.startswith("plugins ")), None)
     if line is None and done.returncode == _TIMED_OUT:

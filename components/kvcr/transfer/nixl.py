@@ -82,6 +82,11 @@ DESTROY_S = 2.0
 RESTART_S = 1.0
 """Between two starts of the process."""
 
+WHEELS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+"""Any of them will do, and needs no package ``nixl`` beside it."""
+
+INSTALL = "pip install --no-deps nixl-cu12==1.5.1"
+
 RESTARTING = "the NIXL process is being started again"
 
 _WATCH_S = 0.2
@@ -89,9 +94,9 @@ _WATCH_S = 0.2
 
 def import_error() -> str:
     """Why NIXL cannot be used here; empty when it can. NIXL is not loaded for the answer."""
-    if any(importlib.util.find_spec(name) is not None for name in ("nixl_cu12", "nixl_cu13", "nixl_rocm")):
+    if any(importlib.util.find_spec(name) is not None for name in WHEELS):
         return ""
-    return "nixl is not installed; install nixl with nixl-cu12, or use the shm transport"
+    return f"nixl is not installed; {INSTALL}, or use the shm transport"
 
 
 class Loop(Protocol):
@@ -333,27 +338,39 @@ class NixlProcess:
         if self._closed or now_s < self._not_before_s:
             return None
         self._not_before_s = now_s + RESTART_S
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = Settings(
-            self.name,
-            theirs.fileno(),
-            os.getpid(),
-            str(self._pool_dir),
-            self._incarnation,
-            self._backend,
-            self._params,
-        )
         # Found wherever this package was found from, which need not be the environment's path.
         components = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [components, os.environ.get("PYTHONPATH", "")]))
-        with theirs:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "kvcr.transfer.nixl_main", msgspec.json.encode(settings).decode()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-            )
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(ours.close)
+                settings = Settings(
+                    self.name,
+                    theirs.fileno(),
+                    os.getpid(),
+                    str(self._pool_dir),
+                    self._incarnation,
+                    self._backend,
+                    self._params,
+                )
+                with theirs:
+                    child = subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-m",
+                            "kvcr.transfer.nixl_main",
+                            msgspec.json.encode(settings).decode(),
+                        ],
+                        stdin=subprocess.DEVNULL,
+                        stdout=2,
+                        pass_fds=[theirs.fileno()],
+                        env={**os.environ, "PYTHONPATH": path},
+                    )
+            except OSError as error:
+                log.error("the NIXL process cannot be started: %s", error)
+                return None
+            undo.pop_all()
         ours.setblocking(False)
         process = self._process = _Process(child, ours, now_s)
         self._heard_s = now_s
@@ -393,12 +410,7 @@ class NixlProcess:
         self._heard_s = time.monotonic()
         match to_guard.decode(raw):
             case Landed() as landed:
-                flight = self._flights.pop(landed.number, None)
-                if flight is not None:
-                    flight.peer.synchronous = landed.synchronous
-                    step, now_s = flight.step, time.monotonic()
-                    found = u64(landed.checksums).reshape(step.checksums.shape)
-                    flight.done(verified(step, found, now_s - landed.seconds, now_s))
+                self._landed(landed)
             case Lost() as lost:
                 self._lost(lost)
             case Quiet() as quiet:
@@ -423,6 +435,19 @@ class NixlProcess:
             timer.cancel()
             done(reason)
 
+    def _landed(self, landed: Landed) -> None:
+        flight = self._flights.get(landed.number)
+        if flight is None:
+            return
+        step, now_s, found = flight.step, time.monotonic(), u64(landed.checksums)
+        if len(found) != step.checksums.size:
+            # Its flight stays: what ends the process for this ends it too.
+            raise ProtocolError(f"{len(found)} checksums of a read that has {step.checksums.size}")
+        del self._flights[landed.number]
+        flight.peer.synchronous = landed.synchronous
+        found = found.reshape(step.checksums.shape)
+        flight.done(verified(step, found, now_s - landed.seconds, now_s))
+
     def _lost(self, lost: Lost) -> None:
         flight = self._flights.get(lost.number)
         if flight is None or flight.lost_s is not None:
@@ -431,8 +456,7 @@ class NixlProcess:
             flight.lost_s = time.monotonic()
         else:
             del self._flights[lost.number]
-        status = BlockStatus(lost.status)
-        flight.done(failed(flight.step, status, lost.reason, lost.seconds, in_flight=lost.in_flight))
+        flight.done(failed(flight.step, lost.status, lost.reason, lost.seconds, in_flight=lost.in_flight))
 
     def _quiet(self, number: int) -> None:
         flight = self._flights.pop(number, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvcr.protocol.codec import Codec, Message
+from kvcr.protocol.engine import BlockStatus
 
 LOCK = "nixl.lock"
 """In the pool's directory, held by the process while it may write to the pool. A guard that attaches waits
@@ -129,8 +130,7 @@ class Lost(Message, frozen=True):
     """A read that will not be completed."""
 
     number: int
-    status: int
-    """:class:`kvcr.protocol.engine.BlockStatus`"""
+    status: BlockStatus
     reason: str
     seconds: float
     in_flight: bool
