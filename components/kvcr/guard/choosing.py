@@ -89,6 +89,8 @@ class Candidate:
 
     way: Way
     transport: Transport
+    lease_id: int = 0
+    """Under which the trial reads."""
     trial: Trial | None = None
     outcome: Outcome | None = None
 
@@ -140,12 +142,14 @@ class Chooser:
         self._next(told="")
 
     def cancel(self) -> None:
-        """The link is lost: say nothing, close what was opened."""
+        """The link is lost: say nothing, close what was opened, release what is leased."""
         self._cancelled = True
-        for candidate in (self._current, self.best):
+        current = self._current
+        if current is not None and current.trial is not None:
+            current.trial.cancel()
+            self._link.release(Release(current.lease_id))
+        for candidate in (current, self.best):
             if candidate is not None:
-                if candidate.trial is not None:
-                    candidate.trial.cancel()
                 candidate.transport.close()
 
     def _next(self, told: str) -> None:
@@ -224,6 +228,8 @@ class Chooser:
 
     def _leased(self, candidate: Candidate, leased: Leased | None, reason: str) -> None:
         if self._cancelled:
+            if leased is not None:
+                self._link.release(Release(leased.lease_id))
             return
         if leased is None:
             self._tried(candidate, Outcome(reason, 0.0, 0.0, 0, 0))
@@ -232,9 +238,9 @@ class Chooser:
 
         def done(outcome: Outcome) -> None:
             self._link.release(Release(leased.lease_id))
-            if not self._cancelled:
-                self._tried(candidate, outcome)
+            self._tried(candidate, outcome)
 
+        candidate.lease_id = leased.lease_id
         candidate.trial = Trial(
             context.canary,
             context.local,
