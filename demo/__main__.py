@@ -70,13 +70,19 @@ def _parse() -> argparse.Namespace:
         "--keep",
         action="store_true",
         default=os.environ.get("KEEP", "") not in ("", "0"),
-        help="leave the graph running at the end (also: make demo KEEP=1)",
+        help="leave the graph running at the end (also: make demo KEEP=1); not with failover, which runs two",
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="use the graph that runs there already")
     parser.add_argument(
         "--graph", type=Path, default=graphs.AGG_GRAPH, metavar="YAML", help="graph file with two workers"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.scene == "failover" and arguments.keep and arguments.run_dir is None:
+        parser.error(
+            "failover runs two graphs, one after the other, and keeps neither: leave --keep (KEEP) out, or "
+            "keep the graph of another scene and name it with --run-dir"
+        )
+    return arguments
 
 
 def _with_own_graph(arguments: argparse.Namespace) -> int:
@@ -106,12 +112,15 @@ def _failover(arguments: argparse.Namespace) -> int:
     if arguments.run_dir is not None:
         graph = graphs.load(arguments.run_dir)
         warm_up(graph, waiting)
-        seen = {"on": failover(graph, Scale(), say, waiting)}
+        one = failover(graph, Scale(), say, waiting)
+        seen = {"on" if one.guarded else "off": one}
     else:
         seen = on_and_off(Scale(), say, waiting, arguments.graph)
-    reports = {f"KVCR {switch}": failover_report.figures(one) for switch, one in seen.items()}
+    reports = {f"KVCR {switch}": failover_report.figures(each) for switch, each in seen.items()}
     failover_report.show(reports)
-    on = reports["KVCR on"]
+    on = reports.get("KVCR on")
+    if on is None:
+        return 0
     return 0 if on["served_from_dead_pool"]["blocks"] and not on["requests"]["hung"] else 1
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from demo import __main__ as command
 from demo import failover_report
 from demo.client import Answer
 from demo.failover_report import figures, phase_of, quantiles
@@ -208,3 +210,27 @@ def test_the_table_shows_both_runs_also_when_one_has_no_guard() -> None:
     for words in ("KVCR on", "KVCR off", "500 ms / 500 ms / 500 ms  (1)", "no guard", "no pool", "20.0 s"):
         assert words in page
     assert "1.0 kB, 15 blocks in 1 transfers" in page
+
+
+@pytest.mark.parametrize(("guarded", "title"), [(True, "KVCR on"), (False, "KVCR off")])
+def test_a_graph_that_runs_already_is_reported_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, guarded: bool, title: str
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["demo", "--scene", "failover", "--run-dir", "/run"])
+    monkeypatch.setattr(command.graphs, "load", lambda run_dir: None)
+    monkeypatch.setattr(command, "warm_up", lambda *_: None)
+    monkeypatch.setattr(command, "failover", lambda *_: seen(request(111), guarded=guarded))
+    monkeypatch.setattr(failover_report, "show", shown.extend)
+    assert command._failover(command._parse()) == 0
+    assert shown == [title]
+
+
+def test_failover_keeps_no_graph_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo", "--scene", "failover", "--keep"])
+    with pytest.raises(SystemExit) as ended:
+        command._parse()
+    assert ended.value.code == 2
+    assert "failover runs two graphs, one after the other, and keeps neither" in capsys.readouterr().err
