@@ -439,10 +439,15 @@ FLEET: dict[str, tuple[Panel, ...]] = {
     ),
     "Streams and leases": (
         Panel(
-            "Lag of the inventory",
+            "Lag of streams",
             units.Short,
-            (("{{guard}}", "max by (guard) (kvcr_router_inventory_lag_batches)"),),
-            "Batches that guards have published and a router has not applied. A gap is repaired at once.",
+            (
+                ("inventory of {{guard}}", "max by (guard) (kvcr_router_inventory_lag_batches)"),
+                ("states of {{instance}}", "max by (instance) (kvcr_failover_events_waiting)"),
+                ("actions for {{instance}}", "max by (instance) (kvcr_cluster_actions_waiting)"),
+            ),
+            "Batches that a router has not applied, changes of state that a guard has not published, and "
+            "actions that it has not read.",
             span=6,
         ),
         Panel(
@@ -460,7 +465,11 @@ FLEET: dict[str, tuple[Panel, ...]] = {
             "Connections made",
             units.Short,
             (
-                ("{{instance}} to NATS", "sum by (instance) (kvcr_router_bus_connects_total)"),
+                (
+                    "{{instance}} to NATS",
+                    "sum by (instance) (kvcr_router_bus_connects_total) "
+                    "or sum by (instance) (kvcr_cluster_nats_connects_total)",
+                ),
                 ("{{instance}} to Dynamo", "sum by (instance) (kvcr_cluster_runtimes_total)"),
             ),
             "Since the process started; more than one is a reconnect.",

@@ -282,6 +282,7 @@ async def test_changes_wait_for_nats_and_for_a_stream_that_was_lost(
             with engine:
                 await asyncio.to_thread(engine.kill)
                 await eventually(lambda: state(guard) == "active", "ACTIVE without NATS")
+            assert guard.metrics()["kvcr_failover_events_waiting"] == 2
             with await attached(guard) as successor:
                 assert await asyncio.to_thread(successor.deposit, "x", 4) == 4
                 # It comes back without what it stored.
@@ -298,6 +299,10 @@ async def test_changes_wait_for_nats_and_for_a_stream_that_was_lost(
 
                 await eventually(told, "what happened meanwhile is told in order")
                 assert guard.metrics().get("kvcr_failover_events_dropped_total", 0) == 0
+                await eventually(
+                    lambda: guard.metrics()["kvcr_failover_events_waiting"] == 0, "none waits any more"
+                )
+                assert guard.metrics()["kvcr_cluster_nats_connects_total"] == 2
     finally:
         await asyncio.to_thread(server.stop)
 

@@ -127,9 +127,8 @@ async def test_credentials_that_are_wrong_are_told_and_taken_once_they_are_right
     monkeypatch.setenv("NATS_AUTH_NKEY", SEED.decode())
     monkeypatch.setenv(variable, BAD[variable])
     registry = Registry()
-    publisher = Publisher(
-        "dynamo", "g0", registry.counter("published_total", "."), registry.counter("dropped_total", ".")
-    )
+    counters = [registry.counter(f"{what}_total", ".") for what in ("published", "dropped", "connects")]
+    publisher = Publisher("dynamo", "g0", *counters)
     bus = Bus(server.url, "router", lambda: None)
     publishing = asyncio.create_task(publisher.run())
     try:
@@ -141,6 +140,7 @@ async def test_credentials_that_are_wrong_are_told_and_taken_once_they_are_right
         monkeypatch.delenv(variable)
         monkeypatch.setenv("NATS_AUTH_NKEY", SEED.decode())
         assert await poll(lambda: publisher.connected and bus.connected, 10)
+        assert counters[2].value() == 1
     finally:
         publishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

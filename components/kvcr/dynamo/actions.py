@@ -23,6 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 
 from kvcr.errors import ProtocolError
 from kvcr.guard.view import GuardView
+from kvcr.metrics import Gauge
 from kvcr.protocol.events import Act, ActionResult, actions_subject, event, results_subject, stream_name
 
 log = logging.getLogger(__name__)
@@ -79,10 +80,12 @@ async def ensure_stream(jetstream: JetStreamContext, namespace: str) -> None:
 class ActionInlet:
     """Reads actions and publishes results until cancelled. Belongs to one event loop, but for callbacks."""
 
-    def __init__(self, view: GuardView, connection: Callable[[], Client | None]) -> None:
-        """``connection``: the NATS client that is connected now, if there is one."""
+    def __init__(self, view: GuardView, connection: Callable[[], Client | None], waiting: Gauge) -> None:
+        """``connection``: the NATS client that is connected now, if there is one. ``waiting`` is set to how
+        many actions are behind the last one that was read."""
         self._view = view
         self._connection = connection
+        self._waiting = waiting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._results: deque[ActionResult] = deque(maxlen=MAX_WAITING)
         self._wake = asyncio.Event()
@@ -136,8 +139,9 @@ class ActionInlet:
                     messages = await subscription.fetch(BATCH, timeout=FETCH_WAIT_S)
                 except TimeoutError:
                     # Nothing came, or nobody is there to send it.
-                    await subscription.consumer_info()
+                    self._waiting.set((await subscription.consumer_info()).num_pending or 0)
                     continue
+                self._waiting.set(messages[-1].metadata.num_pending)
                 for message in messages:
                     task = asyncio.create_task(self._carry_out(message))
                     self._under_way[task] = None

@@ -83,7 +83,15 @@ class ClusterThread:
         self._dropped = registry.counter(
             "kvcr_cluster_batches_dropped_total", "Inventory batches dropped while NATS was away."
         )
-        self._publisher = Publisher(view.namespace, view.name, self._published, self._dropped)
+        self._publisher = Publisher(
+            view.namespace,
+            view.name,
+            self._published,
+            self._dropped,
+            registry.counter(
+                "kvcr_cluster_nats_connects_total", "Connections made to NATS, the first one included."
+            ),
+        )
         self._states = StatePublisher(
             view.namespace,
             view.name,
@@ -95,10 +103,20 @@ class ClusterThread:
                 "Changes of state dropped, too many while NATS was away.",
             ),
         )
+        states_waiting = registry.gauge(
+            "kvcr_failover_events_waiting", "Changes of state that are not published yet."
+        )
+        registry.before_render(lambda: states_waiting.set(self._states.waiting))
         self._worker = WorkerBeside()
         self._epochs = EpochMirror(view.namespace, view.name, view.secret, self._raise_epoch)
         self._mirrored = registry.gauge("kvcr_failover_mirrored_epoch", "Epoch of the pool as etcd has it.")
-        self._actions = ActionInlet(view, lambda: self._publisher.connection)
+        self._actions = ActionInlet(
+            view,
+            lambda: self._publisher.connection,
+            registry.gauge(
+                "kvcr_cluster_actions_waiting", "Actions in the stream that this guard has not read yet."
+            ),
+        )
         self._taken_over = False
         self._stored: bytes | None = None
         self._component: KvcrComponent | None = None

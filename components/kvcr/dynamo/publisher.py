@@ -30,11 +30,14 @@ class Publisher:
     :meth:`offer` may be called from any thread; the rest belongs to one event loop.
     """
 
-    def __init__(self, namespace: str, guard: str, published: Counter, dropped: Counter) -> None:
+    def __init__(
+        self, namespace: str, guard: str, published: Counter, dropped: Counter, connects: Counter
+    ) -> None:
         self._subject = inventory_subject(namespace, guard)
         self._guard = guard
         self._published = published
         self._dropped = dropped
+        self._connects = connects
         self._waiting: Outbox[Inventory] = Outbox(MAX_WAITING, dropped)
         self._order = asyncio.Lock()
         self._connection: Client | None = None
@@ -107,6 +110,7 @@ class Publisher:
 
         async def connected() -> None:
             self._reported = ""
+            self._connects.inc()
             log.info("NATS: connected again")
 
         while True:
@@ -124,6 +128,7 @@ class Publisher:
                     error_cb=trouble,
                     reconnected_cb=connected,
                 )
+                self._connects.inc()
                 return
             except Exception as error:  # noqa: BLE001, keys and files that are wrong raise what they like
                 self._report(f"NATS: {type(error).__name__}: {error}")
