@@ -6,6 +6,7 @@ What fits works, and pools stay warm; what does not is refused with both version
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -43,6 +44,7 @@ from tests.integration.router_stack import BLOCK, Stack
 from tests.integration.tiny_tokenizer import write_model
 
 OK, MISS = BlockStatus.OK, BlockStatus.MISS
+SECRET = b"0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -150,6 +152,70 @@ def test_a_router_of_another_protocol_is_not_told_what_a_guard_holds_and_serves(
         stack.close()
 
 
+def test_a_router_goes_by_the_record_of_a_guard_that_does_not_sign_its_changes_yet(
+    tmp_path: Path, shm_dir: Path, other: Any
+) -> None:
+    stack = Stack(tmp_path, write_model(tmp_path / "tiny"))
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    try:
+        router = stack.router("--secret-file", str(secret))
+        # A router serves, and counts, from the first worker on.
+        stack.worker("w0")
+        until(lambda: _metrics(stack), "the router is there")
+        stack.environment |= other({"kvcr.dynamo.states.HEADER": "Of-No-Meaning"})
+        guard = stack.real_guard("g0", shm_dir / "g0", "--secret-file", str(secret))
+        with attached(guard.socket):
+            until(lambda: _metrics(stack).get('kvcr_router_guards{state="standby"}') == 1, "STANDBY is known")
+        # Who goes without a word is dead.
+        until(lambda: _metrics(stack).get('kvcr_router_guards{state="active"}') == 1, "and so is ACTIVE")
+        until(
+            lambda: "is not signed and not believed" in router.log.read_text(),
+            "the router says that it goes by the record alone",
+        )
+        # None of its changes was believed.
+        counted = {name for name in _metrics(stack) if name.startswith("kvcr_router_state_changes_total")}
+        assert counted == {'kvcr_router_state_changes_total{state="unsigned"}'}
+    finally:
+        stack.close()
+
+
+def test_a_router_does_not_use_a_record_of_another_version(tmp_path: Path, shm_dir: Path) -> None:
+    stack = Stack(tmp_path, write_model(tmp_path / "tiny"))
+    deployment = Deployment(stack.etcd.url, stack.nats.url, "dynamo", shm_dir)
+
+    async def put(version: int) -> None:
+        record = await deployment.registered("g0")
+        twin = msgspec.structs.replace(
+            record, name="g1", control_endpoint="tcp://127.0.0.1:9", version=record.version + version
+        )
+        async with await deployment.etcd() as etcd:
+            await etcd.put(record_key("dynamo", "g1"), encode(twin, None))
+
+    def known(count: int) -> bool:
+        return _metrics(stack).get('kvcr_router_guards{state="empty"}') == count
+
+    try:
+        router = stack.router()
+        stack.worker("w0")
+        stack.real_guard("g0", shm_dir / "g0")
+        until(lambda: known(1), "the router knows one guard")
+        asyncio.run(put(1))
+        until(lambda: "guards/g1 is ignored: " in router.log.read_text(), "the router says what it ignores")
+        assert known(1)
+        asyncio.run(put(0))
+        until(lambda: known(2), "one that it reads is a guard")
+    finally:
+        stack.close()
+
+
+def _metrics(stack: Stack) -> dict[str, float]:
+    """Of the router; none while it starts."""
+    with contextlib.suppress(OSError):
+        return stack.metrics()
+    return {}
+
+
 # --- hints --------------------------------------------------------------------------------------------
 
 
@@ -234,18 +300,18 @@ def test_a_pool_of_another_format_is_kept_until_an_engine_comes_and_both_version
     # Who notices in time goes back, and has lost nothing.
     with GuardProcess(shm_dir, "g0") as guard, EngineClient(guard, "engine-2") as client:
         assert all(client.right(keys))
-    with GuardProcess(shm_dir, "g0", env=another) as guard, attached(guard):
+    with GuardProcess(shm_dir, "g0", env=another) as guard, attached(guard.ready["socket"]):
         assert guard.metrics()['kvcr_pool_slots{state="ready"}'] == 0
     with GuardProcess(shm_dir, "g0") as guard, EngineClient(guard, "engine-4") as client:
         assert not any(client.right(keys))
 
 
 @contextlib.contextmanager
-def attached(guard: GuardProcess) -> Iterator[None]:
+def attached(guard_socket: str) -> Iterator[None]:
     """An engine that has said hello, and was taken."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(PATIENCE_S)
-        sock.connect(guard.ready["socket"])
+        sock.connect(guard_socket)
         hello = engine.Hello(
             engine.VERSION, engine.Role.SCHEDULER, "engine-3", 0, os.getpid(), LAYOUT, "test"
         )

@@ -28,13 +28,13 @@ WORKER = 17
 class Router:
     """The part of a router that hears of states, on real NATS."""
 
-    def __init__(self, deployment: Deployment, guard: Guard) -> None:
+    def __init__(self, deployment: Deployment, guard: Guard, secret: bytes | None = SECRET) -> None:
         self.metrics = Metrics()
         self.workers = WorkerTable(16)
         self.workers.put_card(WorkerCard(WORKER, block_size=16, control_endpoints={0: guard.endpoint}))
         guards = GuardDirectory()
         guards.put(guard)
-        self.failovers = Failovers(deployment.namespace, self.workers, guards, self.metrics, SECRET)
+        self.failovers = Failovers(deployment.namespace, self.workers, guards, self.metrics, secret)
         self.bus = Bus(deployment.nats_url, "router of a test", lambda: None)
         self.bus.subscribe_headed(state_subject(deployment.namespace, ">"), self.failovers.received)
         self.bus.on_connect(self.failovers.catch_up)
@@ -56,7 +56,8 @@ async def test_a_router_with_a_secret_believes_signed_changes_only(
 ) -> None:
     with deployment.guard("g0", "--secret-file", str(secret_file)) as guard:
         record = await deployment.registered("g0", SECRET)
-        router = Router(deployment, Guard("g0", record.incarnation, record.control_endpoint, "test"))
+        known = Guard("g0", record.incarnation, record.control_endpoint, "test")
+        router = Router(deployment, known)
         router.bus.start()
         await eventually(lambda: router.bus.connected, "the router is on NATS")
         subject = state_subject(deployment.namespace, "g0")
@@ -83,3 +84,9 @@ async def test_a_router_with_a_secret_believes_signed_changes_only(
         await eventually(lambda: router.failovers.state("g0") == "ACTIVE", "and that the engine is gone")
         assert router.counted("unsigned") == 4
         await router.bus.close()
+
+        # One of a release that did not look at signatures reads signed changes all the same.
+        older = Router(deployment, known, secret=None)
+        older.bus.start()
+        await eventually(lambda: older.failovers.state("g0") == "ACTIVE", "an older router believes it")
+        await older.bus.close()
