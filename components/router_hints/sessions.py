@@ -90,10 +90,8 @@ class Run:
     session: Session
     chain: Chain
     """Of this request's prompt; decoded tokens are appended to it."""
-    kept_blocks: int
-    """Leading blocks that it has in common with the session's chain before."""
     dropped: Branch | None
-    """The rest of that chain."""
+    """What the session's chain before does not have in common with it."""
     closed: bool = False
 
 
@@ -148,7 +146,7 @@ class SessionTable:
         session = self.open(key, parent, now_s)
         before = session.chain
         chain = Chain.of(space, self.block_size, tokens, before or self._parents_chain(session))
-        kept, dropped = 0, None
+        dropped = None
         if before is not None and before.space == space:
             kept = before.common(chain)
             if kept < before.blocks:
@@ -162,7 +160,7 @@ class SessionTable:
         session.running += 1
         session.ended = False
         self._bound(now_s, keep=key)
-        return Run(session, chain, kept, dropped)
+        return Run(session, chain, dropped)
 
     def decoded(self, run: Run, tokens: Sequence[int]) -> None:
         """The worker put these out."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvcr.layout import Layout
-from kvcr.pool import CommitResult, Granted, Pool, Record
+from kvcr.pool import CommitResult, Granted, Pool, Record, checksum_parts
 
 ROOT = b"\xff" * 16
 
@@ -64,9 +64,16 @@ def commit(pool: Pool, granted: Granted, numbers: list[int], now_s: float = 0.0)
         b"".join(key(number - 1) if number else ROOT for number in numbers),
         np.array(numbers, dtype=np.uint64),
         np.array(numbers, dtype=np.uint32),
-        np.stack([pool.data(rank).hash_parts(granted.slots) for rank in range(ranks)], axis=1),
+        hashes_of(pool, granted.slots),
         now_s,
     )
+
+
+def hashes_of(pool: Pool, slots: np.ndarray) -> np.ndarray:
+    """uint64 [slots, ranks]: what the directory has to say of these slots."""
+    size = pool.layout.part_bytes
+    arrays = [pool.data(rank).array for rank in range(pool.layout.ranks)]
+    return np.stack([checksum_parts(array, slots, size) for array in arrays], axis=1)
 
 
 def store(pool: Pool, *numbers: int, now_s: float = 0.0) -> Granted:

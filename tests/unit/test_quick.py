@@ -27,7 +27,7 @@ from kvcr.transfer import base
 from kvcr.transfer.base import LocalRegions
 from kvcr.transfer.mover import MoverPool
 from kvcr.transfer.shm import ShmTransport
-from tests.unit.pools import ROOT, content, create, key, keys
+from tests.unit.pools import ROOT, content, create, hashes_of, key, keys
 
 PART_BYTES = 4096
 
@@ -65,7 +65,7 @@ class Pair:
         for slot, number in zip(granted.slots.tolist(), range(10), strict=True):
             for rank in range(ranks):
                 self.source.part(rank, slot)[:] = content(key(number), PART_BYTES)
-        sums = np.stack([self.source.data(r).hash_parts(granted.slots) for r in range(ranks)], axis=1)
+        sums = hashes_of(self.source, granted.slots)
         blob, positions = keys(*range(10)), np.arange(10, dtype=np.uint32)
         hashes = np.arange(100, 110, dtype=np.uint64)
         assert self.source.commit(*granted, blob, blob, hashes, positions, sums, 0.0).committed.all()

@@ -127,10 +127,6 @@ class DataRegion:
         start = self._mapping.start + slot * self.layout.slot_part_bytes
         return memoryview(self._mapping)[start : start + self.layout.part_bytes]
 
-    def hash_parts(self, slots: I32) -> U64:
-        """xxh3-64 of the ``layout.part_bytes`` bytes of each slot, as ``checksums`` of the pool has them."""
-        return checksum_parts(self.array, slots, self.layout.part_bytes)
-
     def close(self) -> None:
         """Unmap. While a caller still holds a view, the memory stays mapped until that view is gone."""
         self.array = self.rows = np.empty((0, 0), dtype=np.uint8)
