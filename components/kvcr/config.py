@@ -15,12 +15,13 @@ import msgspec
 from kvcr.errors import ConfigError
 from kvcr.sources import PREFIXES, Setting, gather, nearest
 
-OnMismatch = Literal["cold", "discard", "fail"]
+MismatchChoice = Literal["cold", "discard", "fail"]
 
 GUARD_ENV_PREFIX = PREFIXES["guard"]
 """Every flag of ``python -m kvcr.guard`` has a twin: ``--pool-dir`` is ``KVCR_GUARD_POOL_DIR``."""
 
-DEFAULT_CONTROL = "tcp://127.0.0.1:0"
+LOOPBACK = "127.0.0.1"
+DEFAULT_CONTROL = f"tcp://{LOOPBACK}:0"
 CACHE_SIZE_ENV = "KVCR_CPU_CACHE_GB"
 """Size of each worker's pool in GB (10**9 bytes), for a guard and for a graph."""
 KVBM_CACHE_SIZE_ENV = "DYN_KVBM_CPU_CACHE_GB"
@@ -103,7 +104,7 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Dotted path ``package.module:Class`` of a :class:`kvcr.policy.Policy`; empty: the default one."""
     cluster: bool = False
     """Join Dynamo: registration, events, discovery of peers."""
-    on_mismatch: OnMismatch = "cold"
+    on_mismatch: MismatchChoice = "cold"
     """When an engine has another layout than the pool: refuse it (cold, fail), or discard the pool."""
     remove_pool_on_exit: bool = False
     """Remove the pool's files at the end; otherwise they wait for the next guard."""
@@ -199,7 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Also keep blocks filled while decoding, not only the prompt's."""
     secondary_tiers: Any = None
     """Not used by KVCR: stock ``dynamo.vllm`` reads here that the worker takes hints, and on which port."""
-    on_mismatch: OnMismatch = "cold"
+    on_mismatch: MismatchChoice = "cold"
     """When the guard's pool has another layout: serve cold, have the pool discarded, or fail to start."""
 
     def __post_init__(self) -> None:

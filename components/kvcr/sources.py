@@ -105,5 +105,10 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """``; did you mean ...?`` or what is known, for the end of a message."""
+    return meant(name, known) or f"; known: {', '.join(sorted(known))}"
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """``; did you mean ...?``, or nothing where no name is near."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -12,7 +12,14 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from kvcr.dynamo.etcd import Changes, EtcdClient, EtcdError, KeyValue, connect, credentials_from_environment
+from kvcr.dynamo.etcd import (
+    EtcdClient,
+    EtcdError,
+    KeyChanges,
+    KeyValue,
+    connect,
+    credentials_from_environment,
+)
 from kvcr.dynamo.orders import Orders, orders_prefix
 from kvcr.dynamo.records import InstanceRecord, decode, guards_prefix
 from kvcr.errors import KvcrError, ProtocolError
@@ -74,7 +81,7 @@ class Discovery:
         if self._etcd is not None:
             await self._etcd.close()
 
-    async def _follow(self, etcd: EtcdClient, prefix: str, apply: Callable[[Changes], None]) -> None:
+    async def _follow(self, etcd: EtcdClient, prefix: str, apply: Callable[[KeyChanges], None]) -> None:
         while True:
             try:
                 async for changes in etcd.watch_prefix(prefix):
@@ -85,7 +92,7 @@ class Discovery:
 
     # --- guards ------------------------------------------------------------------------------------
 
-    def _guard_changes(self, changes: Changes) -> None:
+    def _guard_changes(self, changes: KeyChanges) -> None:
         for key in changes.deletes:
             self._guard_gone(key.removeprefix(self._guard_prefix))
         for entry in changes.puts:
@@ -111,7 +118,7 @@ class Discovery:
 
     # --- orders ------------------------------------------------------------------------------------
 
-    def _order_changes(self, changes: Changes) -> None:
+    def _order_changes(self, changes: KeyChanges) -> None:
         before = self._orders.mode
         for line in self._orders.apply(self._orders_prefix, changes):
             log.error("%s", line)
@@ -120,7 +127,7 @@ class Discovery:
 
     # --- workers -----------------------------------------------------------------------------------
 
-    def _card_changes(self, changes: Changes) -> None:
+    def _card_changes(self, changes: KeyChanges) -> None:
         for key in changes.deletes:
             with contextlib.suppress(ValueError):
                 self._workers.drop_card(int(key.removeprefix(self._card_prefix).split("/")[0], 16))

@@ -342,7 +342,7 @@ def test_a_taken_port_fails_at_once(serve: Callable[..., Serve]) -> None:
 
 def test_an_unknown_key_fails_at_once(serve: Callable[..., Serve]) -> None:
     said = failed(serve(SMALL, "--Frontend.http-prot=8000"))
-    assert "unknown key Frontend.http-prot (did you mean 'http-port'?)" in said
+    assert "unknown key Frontend.http-prot; did you mean 'http-port'?" in said
 
 
 def test_a_missing_model_fails_at_once(serve: Callable[..., Serve]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from kvcr.dynamo.environment import prepare_environment
 from kvcr.dynamo.etcd import (
-    Changes,
     Credentials,
+    KeyChanges,
     KeyValue,
     connect,
     credentials_from_environment,
@@ -59,16 +59,16 @@ def directory(ignored: list[str]) -> PeerDirectory:
 
 
 def test_peers_come_and_go_and_oneself_is_none(directory: PeerDirectory) -> None:
-    assert directory.apply(Changes([entry("me"), entry("a", port=2), entry("b", port=3)], []))
+    assert directory.apply(KeyChanges([entry("me"), entry("a", port=2), entry("b", port=3)], []))
     assert {peer.name for peer in directory.peers().values()} == {"a", "b"}
-    assert not directory.apply(Changes([entry("a", port=2, revision=9)], []))
-    assert directory.apply(Changes([], [record_key("ns", "a")]))
+    assert not directory.apply(KeyChanges([entry("a", port=2, revision=9)], []))
+    assert directory.apply(KeyChanges([], [record_key("ns", "a")]))
     assert list(directory.peers()) == ["tcp://127.0.0.1:3"]
 
 
 def test_what_is_not_believed_is_counted_by_reason(directory: PeerDirectory, ignored: list[str]) -> None:
     junk = KeyValue(record_key("ns", "junk"), b"\xff{", 0, 1)
-    assert not directory.apply(Changes([entry("a", None), entry("b", b"another secret!!"), junk], []))
+    assert not directory.apply(KeyChanges([entry("a", None), entry("b", b"another secret!!"), junk], []))
     assert ignored == ["signature", "signature", "format"]
     assert directory.peers() == {}
 
@@ -82,24 +82,28 @@ def test_loopback_of_another_host_or_container_is_nobodys_address(
         entry("c", host="[::1]", boot_id="other"),
         entry("d", host="localhost", boot_id="other"),
     ]
-    assert not directory.apply(Changes(abroad, []))
+    assert not directory.apply(KeyChanges(abroad, []))
     assert ignored == ["loopback"] * 4
-    assert directory.apply(Changes([entry("e", host="[fd00::2]", boot_id="other"), entry("f", port=9)], []))
+    assert directory.apply(
+        KeyChanges([entry("e", host="[fd00::2]", boot_id="other"), entry("f", port=9)], [])
+    )
     assert set(directory.peers()) == {"tcp://[fd00::2]:1", "tcp://127.0.0.1:9"}
 
 
 def test_a_record_overwritten_by_a_forgery_is_believed_no_more(
     directory: PeerDirectory, ignored: list[str]
 ) -> None:
-    directory.apply(Changes([entry("a")], []))
-    assert directory.apply(Changes([entry("a", b"another secret!!")], []))
+    directory.apply(KeyChanges([entry("a")], []))
+    assert directory.apply(KeyChanges([entry("a", b"another secret!!")], []))
     assert directory.peers() == {}
     assert ignored == ["signature"]
 
 
 def test_of_several_events_for_a_key_the_last_counts() -> None:
     old, new, gone = entry("a"), entry("a", port=2), KeyValue("gone", b"", 0, 3)
-    assert changes_of([(old, False), (gone, False), (new, False), (gone, True)]) == Changes([new], ["gone"])
+    assert changes_of([(old, False), (gone, False), (new, False), (gone, True)]) == KeyChanges(
+        [new], ["gone"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from kvcr.distribution import DISTRIBUTION, clash_message, foreign_version
+from kvcr.graph.config import count_gpus
 from kvcr.pool import pages
 from kvcr.pool.files import allocate
 from kvcr.pool.mapping import Mapping
@@ -294,10 +295,9 @@ def check_memlock() -> Check:
 
 def check_devices() -> Check:
     """GPUs and RDMA devices, for information."""
-    gpus = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
     fabric = Path("/sys/class/infiniband")
     rdma = sorted(path.name for path in fabric.iterdir()) if fabric.is_dir() else []
-    return Check("devices", Outcome.OK, f"{gpus} NVIDIA GPUs, RDMA: {', '.join(rdma) or 'none'}")
+    return Check("devices", Outcome.OK, f"{count_gpus()} NVIDIA GPUs, RDMA: {', '.join(rdma) or 'none'}")
 
 
 def _python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcr.config import OnMismatch
+from kvcr.config import MismatchChoice
 from kvcr.errors import GuardUnavailable, KvcrError, MustFail, ProtocolError, Refused
 from kvcr.protocol.codec import MAX_MESSAGE_BYTES
 from kvcr.protocol.engine import Hello, Rejected, ToEngine, ToGuard, Welcome, to_engine, to_guard
@@ -117,7 +117,7 @@ class GuardLink(Generic[R]):
         """The guard's last "no", until it says yes."""
         return self._refused
 
-    def require_start(self, on_mismatch: OnMismatch) -> None:
+    def require_start(self, on_mismatch: MismatchChoice) -> None:
         """Raise MustFail if the guard refused the layout, and guard or engine say that this is fatal.
 
         Every other refusal means to serve cold and to ask again: during an upgrade the engine before may be

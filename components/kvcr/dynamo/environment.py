@@ -8,15 +8,16 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 
+from kvcr.config import LOOPBACK
 from kvcr.dynamo.etcd import endpoints_from_environment
 from kvcr.guard.addresses import is_loopback
 
-LOOPBACK = "127.0.0.1"
+LEASE_TTL_S = 120
+"""Deaths are told by revoking leases. With the runtime's own 30 s an outage of etcd that is shorter than a
+minute ends the runtime for good; with 5 s one of 20 s did (measured)."""
 
 DEFAULTS = {
-    # Deaths are told by revoking leases. With the runtime's own 30 s an outage of etcd that is shorter than a
-    # minute ends the runtime for good; with 5 s one of 20 s did (measured).
-    "ETCD_LEASE_TTL": "120",
+    "ETCD_LEASE_TTL": str(LEASE_TTL_S),
     # The runtime's own is every interface.
     "DYN_SYSTEM_HOST": LOOPBACK,
 }
@@ -32,6 +33,8 @@ COMMAND_PATIENCE = dict.fromkeys(PATIENCE, "5")
 """In a command nobody waits for that lock, and nobody tries again. On a busy machine an etcd with users,
 which hashes their passwords, took more than a second to let one in (measured)."""
 
+_TRUE = frozenset({"1", "true", "yes", "on"})
+
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the defaults; call it before the first runtime of the process is made.
@@ -44,6 +47,11 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     if _on_this_host(environment):
         for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"):
             environment.setdefault(name, LOOPBACK)
+
+
+def is_true(environment: Mapping[str, str], name: str) -> bool:
+    """Whether this variable says yes."""
+    return environment.get(name, "").strip().lower() in _TRUE
 
 
 def silence_runtime() -> None:

@@ -14,11 +14,11 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
+from kvcr.dynamo.environment import is_true
 from kvcr.errors import ConfigError, KvcrError
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CONNECT_S = 3
-_TRUE = frozenset({"1", "true", "yes", "on"})
 
 
 def nats_options(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def connect_briefly(server: str, name: str, errors: list[str]) -> Client:
 def _tls(environment: Mapping[str, str]) -> ssl.SSLContext | None:
     ca = environment.get("NATS_TLS_CA_CERT_PATH")
     certificate = environment.get("NATS_TLS_CLIENT_CERT_PATH")
-    insecure = environment.get("NATS_TLS_INSECURE", "").lower() in _TRUE
+    insecure = is_true(environment, "NATS_TLS_INSECURE")
     if not (ca or certificate or insecure):
         return None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvcr.dynamo.etcd import Changes
+from kvcr.dynamo.etcd import KeyChanges
 
 
 class RouterMode(enum.StrEnum):
@@ -43,7 +43,7 @@ class Orders:
     draining: set[int] = field(default_factory=set)
     """Instance ids of workers that get no new request."""
 
-    def apply(self, prefix: str, changes: Changes) -> list[str]:
+    def apply(self, prefix: str, changes: KeyChanges) -> list[str]:
         """Take a batch of changes below ``prefix``; returns a line for each that means nothing."""
         ignored = []
         for key in changes.deletes:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from kvcr.config import PeerRecord
-from kvcr.dynamo.etcd import Changes, KeyValue
+from kvcr.dynamo.etcd import KeyChanges, KeyValue
 from kvcr.dynamo.records import BadSignature, InstanceRecord, decode, record_key
 from kvcr.errors import ConfigError, KvcrError
 from kvcr.guard.addresses import Place, is_loopback, split_host
@@ -38,7 +38,7 @@ class PeerDirectory:
         self._records: dict[str, InstanceRecord] = {}
         self._refused: dict[str, str] = {}
 
-    def apply(self, changes: Changes) -> bool:
+    def apply(self, changes: KeyChanges) -> bool:
         """Take in a batch of a watch. True when :meth:`peers` changed."""
         before = self.peers()
         for entry in changes.puts:

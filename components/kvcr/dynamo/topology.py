@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvcr.dynamo.environment import is_true
+
 DEFAULT_MOUNT = "/etc/dynamo/topology"
-_TRUE = {"1", "true", "yes", "on"}
 
 
 def read_topology(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -18,7 +19,7 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     Read from ``DYN_TOPOLOGY_MOUNT_PATH`` when ``DYN_TOPOLOGY_ENABLED`` is true, as ``dynamo.vllm`` does
     (1.6.1), so that a worker and the guard beside it say the same. Files that cannot be read are left out.
     """
-    if environment.get("DYN_TOPOLOGY_ENABLED", "").strip().lower() not in _TRUE:
+    if not is_true(environment, "DYN_TOPOLOGY_ENABLED"):
         return {}
     mount = Path(environment.get("DYN_TOPOLOGY_MOUNT_PATH") or DEFAULT_MOUNT)
     domains: dict[str, str] = {}

@@ -9,7 +9,6 @@ looked up on the network.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from kvcr.config import cache_size
 from kvcr.errors import ConfigError
+from kvcr.sources import meant, nearest
 
 Value = Any
 """A YAML value: scalar, list or mapping."""
@@ -191,7 +191,7 @@ def parse_graph(document: Mapping[str, Value], *, name: str, source: str) -> Gra
     known = [kind.value for kind in Kind] + [COMMON, SWITCH]
     for key in document:
         if key not in known:
-            raise ConfigError(f"{source}: unknown component {key!r}{_nearest(key, known)}; known: {known}")
+            raise ConfigError(f"{source}: unknown component {key!r}{nearest(str(key), known)}")
     common = _mapping(document.get(COMMON), COMMON, source)
     taken: set[str] = set()
     components: dict[Kind, Component] = {}
@@ -265,7 +265,7 @@ def _component(
         if key not in common:
             raise ConfigError(
                 f"{source}: {place}.{COMMON_CONFIGS} names {key!r}, which {COMMON} does not have"
-                f"{_nearest(key, common)}"
+                f"{nearest(str(key), common)}"
             )
         taken.add(key)
         params[key] = common[key]
@@ -285,10 +285,10 @@ def _check_keys(kind: Kind, params: Mapping[str, Value], source: str) -> None:
         if key in schema.reserved and key not in schema.extra:
             raise ConfigError(f"{source}: {kind.value}.{key} cannot be set here: {schema.reserved[key]}")
         if key not in known:
-            hint = _nearest(key, [*known, SERVICE_ARGS, COMMON_CONFIGS])
+            hint = meant(str(key), [*known, SERVICE_ARGS, COMMON_CONFIGS])
             raise ConfigError(
-                f"{source}: unknown key {kind.value}.{key}{hint}; flags newer than this release "
-                f"go to {kind.value}.{SERVICE_ARGS}.args"
+                f"{source}: unknown key {kind.value}.{key}{hint} (flags newer than this release "
+                f"go to {kind.value}.{SERVICE_ARGS}.args)"
             )
 
 
@@ -297,7 +297,7 @@ def _service_args(body: Mapping[str, Value], component: str, source: str) -> Ser
     known = ["workers", "resources", "restart", "env", "args", "start-timeout-s"]
     for key in body:
         if key not in known:
-            raise ConfigError(f"{source}: unknown key {place}.{key}{_nearest(key, known)}; known: {known}")
+            raise ConfigError(f"{source}: unknown key {place}.{key}{nearest(str(key), known)}")
     service = ServiceArgs(
         resources=_mapping(body.get("resources"), f"{place}.resources", source),
         env=_environment(_mapping(body.get("env"), f"{place}.env", source)),
@@ -370,12 +370,6 @@ def _list(value: Value, place: str, source: str) -> list[Value]:
     if not isinstance(value, list):
         raise ConfigError(f"{source}: {place} is {value!r}; expected a list, e.g. [first, second]")
     return value
-
-
-def _nearest(word: object, known: Iterable[str]) -> str:
-    """``word`` is a key of YAML, which may be a number too."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _read_yaml(path: Path) -> dict[str, Value]:

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcr.config import LOOPBACK
 from kvcr.errors import KvcrError
 
-LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 20.0
 _START_ATTEMPTS = 5
 _POLL_S = 0.05

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvcr.config import parse_size
+from kvcr.dynamo.environment import LEASE_TTL_S
 from kvcr.errors import ConfigError
 from kvcr.graph import models
 from kvcr.graph.config import Component, Graph, Kind, render_flags
@@ -32,8 +33,6 @@ from kvcr.graph.site import (
 DEFAULT_NAMESPACE = "dynamo"
 DEFAULT_POOL_BYTES = "1GiB"
 DEFAULT_BLOCK_SIZE = 32
-# With the Dynamo runtime's 30 s default, a pause of etcd ends every process; deaths are told by revoking.
-LEASE_TTL_S = 120
 
 START_TIMEOUT_S = {Kind.GUARD: 60.0, Kind.WORKER: 600.0, Kind.ROUTER: 120.0, Kind.FRONTEND: 120.0}
 """A worker compiles and loads weights; two of them on two loaded cores take minutes."""

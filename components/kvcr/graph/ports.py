@@ -7,9 +7,9 @@ import random
 import socket
 from pathlib import Path
 
+from kvcr.config import LOOPBACK
 from kvcr.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 _LOWEST = 20_000
 _ATTEMPTS = 200
 

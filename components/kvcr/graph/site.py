@@ -9,10 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from kvcr.config import LOOPBACK
 from kvcr.errors import ConfigError
 from kvcr.graph import models
 from kvcr.graph.config import count_gpus
-from kvcr.graph.ports import LOOPBACK, PortBook
+from kvcr.graph.ports import PortBook
 
 SHM = Path("/dev/shm")
 CONTROL_PORT = 7100

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.guard.active import Account, Active
-from kvcr.guard.link import TIER, PeerLink
+from kvcr.guard.inventory import TIER
+from kvcr.guard.link import PeerLink
 from kvcr.guard.meters import Meters
 from kvcr.protocol.peer import Release
 from kvcr.transfer.base import Step

@@ -21,6 +21,7 @@ RING_BYTES = 16 << 20
 """Batches kept for routers that missed some; beyond them a router takes a snapshot."""
 
 TIER = 2
+"""Of what a pool holds, and peers serve of it."""
 
 
 class InventoryLog:

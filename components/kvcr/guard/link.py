@@ -16,6 +16,7 @@ from kvcr.guard.channels import Channel, open_unix, open_zmq
 from kvcr.guard.choosing import NIXL, TRIAL_TIMEOUT_S, Chooser, PeerContext, Tried
 from kvcr.guard.connection import Connection
 from kvcr.guard.grants import Grant, grant_of
+from kvcr.guard.inventory import TIER
 from kvcr.guard.questions import Questions
 from kvcr.guard.ways import Way
 from kvcr.keys import KEY_BYTES
@@ -64,9 +65,6 @@ _LEASED_BYTES = 150_000
 """Bound of one Leased reply, which over a Unix socket must stay below 200 kB."""
 
 UNIX = "unix://"
-
-TIER = 2
-"""What peers serve."""
 
 
 class PeerLink:

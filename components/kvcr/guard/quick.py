@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcr.guard.choosing import PeerContext
-from kvcr.guard.link import TIER, PeerLink
+from kvcr.guard.inventory import TIER
+from kvcr.guard.link import PeerLink
 from kvcr.guard.loop import Loop
 from kvcr.guard.meters import Meters
 from kvcr.keys import KEY_BYTES

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from kvcr.dynamo.etcd.base import (
-    Changes,
     Credentials,
     EtcdClient,
     EtcdError,
     EtcdUnavailable,
+    KeyChanges,
     KeyValue,
     LeaseNotFound,
     Listing,
@@ -27,11 +27,11 @@ from kvcr.dynamo.etcd.base import (
 from kvcr.errors import ConfigError
 
 __all__ = [
-    "Changes",
     "Credentials",
     "EtcdClient",
     "EtcdError",
     "EtcdUnavailable",
+    "KeyChanges",
     "KeyValue",
     "LeaseNotFound",
     "Listing",

@@ -18,11 +18,11 @@ from etcd3aio.lease import LeaseService
 from kvcr.dynamo.etcd.base import (
     CALL_TIMEOUT_S,
     KEEPALIVE_OPTIONS,
-    Changes,
     Credentials,
     EtcdClient,
     EtcdError,
     EtcdUnavailable,
+    KeyChanges,
     KeyValue,
     LeaseNotFound,
     Listing,
@@ -145,7 +145,7 @@ class AioClient(EtcdClient):
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return (("token", self._token),) if self._token else ()
 
-    async def _follow(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
+    async def _follow(self, prefix: str, revision: int) -> AsyncGenerator[KeyChanges, None]:
         # Not the library's own watch: it reconnects by itself, to a server restored to an older state and
         # over a compaction alike, and leaves a pending task behind each time.
         stream = self._watch_stub.Watch(metadata=self._metadata())

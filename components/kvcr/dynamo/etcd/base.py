@@ -68,7 +68,7 @@ class Listing(NamedTuple):
     """Revision of the cluster the listing is true at."""
 
 
-class Changes(NamedTuple):
+class KeyChanges(NamedTuple):
     """What a watch saw at once. The key of an entry is in at most one of the two lists."""
 
     puts: list[KeyValue]
@@ -136,10 +136,10 @@ class EtcdClient(ABC):
         """Drop the connection. End watches first."""
 
     @abstractmethod
-    def _follow(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
+    def _follow(self, prefix: str, revision: int) -> AsyncGenerator[KeyChanges, None]:
         """Changes after ``revision``. Ends, or raises EtcdError, at the slightest doubt that it saw all."""
 
-    async def watch_prefix(self, prefix: str) -> AsyncGenerator[Changes, None]:
+    async def watch_prefix(self, prefix: str) -> AsyncGenerator[KeyChanges, None]:
         """List, then follow, for ever.
 
         The first batch is the whole listing, even when it is empty. After any trouble (server gone,
@@ -182,17 +182,17 @@ class EtcdClient(ABC):
         await self.close()
 
 
-def _difference(known: dict[str, KeyValue], values: list[KeyValue]) -> Changes:
+def _difference(known: dict[str, KeyValue], values: list[KeyValue]) -> KeyChanges:
     present = {entry.key for entry in values}
     # Not "newer than": a server restored from a backup has the same keys at lower revisions.
     puts = [entry for entry in values if known.get(entry.key) != entry]
-    return Changes(puts, [key for key in known if key not in present])
+    return KeyChanges(puts, [key for key in known if key not in present])
 
 
-def changes_of(events: list[tuple[KeyValue, bool]]) -> Changes:
+def changes_of(events: list[tuple[KeyValue, bool]]) -> KeyChanges:
     """Events of one answer, each (entry, deleted), as a batch: of several for a key the last one counts."""
     last = {entry.key: (entry, deleted) for entry, deleted in events}
-    return Changes(
+    return KeyChanges(
         [entry for entry, deleted in last.values() if not deleted],
         [entry.key for entry, deleted in last.values() if deleted],
     )

@@ -21,11 +21,11 @@ import grpc
 from kvcr.dynamo.etcd.base import (
     CALL_TIMEOUT_S,
     KEEPALIVE_OPTIONS,
-    Changes,
     Credentials,
     EtcdClient,
     EtcdError,
     EtcdUnavailable,
+    KeyChanges,
     KeyValue,
     LeaseNotFound,
     Listing,
@@ -128,7 +128,7 @@ class Etcd3CompatClient(EtcdClient):
     async def close(self) -> None:
         self._client.close()
 
-    async def _follow(self, prefix: str, revision: int) -> AsyncGenerator[Changes, None]:
+    async def _follow(self, prefix: str, revision: int) -> AsyncGenerator[KeyChanges, None]:
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Any] = asyncio.Queue()
         request = watch_request(prefix.encode(), prefix_end(prefix), revision + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from kvcr.dynamo.etcd.base import Changes, KeyValue, changes_of
+from kvcr.dynamo.etcd.base import KeyChanges, KeyValue, changes_of
 
 # It puts the folder of its generated modules on sys.path.
 importlib.import_module("etcd3aio")
@@ -34,6 +34,6 @@ def entry_of(kv: Any) -> KeyValue:
     return KeyValue(kv.key.decode(errors="backslashreplace"), kv.value, kv.lease, kv.mod_revision)
 
 
-def changes_in(answer: Any) -> Changes:
+def changes_in(answer: Any) -> KeyChanges:
     """The events of one answer to a watch."""
     return changes_of([(entry_of(event.kv), event.type == _DELETE_EVENT) for event in answer.events])
