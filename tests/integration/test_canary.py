@@ -106,7 +106,9 @@ def test_a_peer_whose_canary_does_not_verify_is_not_ready_until_it_does(director
             wait_ready(b, "a", 0)
             lease, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 12)], deadline_ms=5000)
             assert set(statuses(progress)) == {BlockStatus.GONE}
-            assert "not ready, no transport works" in lease.reason or lease.available == 0
+            why = "shm: 1 blocks do not have the checksum their source recorded"
+            reason = f"block 0: gone (a: not ready, no transport works ({why}))"
+            assert (lease.available, progress.reason) == (0, reason)
             assert b.metrics()['kvcr_canaries_total{transport="shm",result="failed"}'] >= 1
             assert not any(target.right(keys))
             damage(a)
