@@ -112,3 +112,8 @@ def meant(name: str, known: Collection[str]) -> str:
     """``; did you mean ...?``, or nothing where no name is near."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def is_true(environment: Mapping[str, str], name: str) -> bool:
+    """Whether this variable says yes."""
+    return environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")

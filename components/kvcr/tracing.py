@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvcr.sources import is_true
+
 log = logging.getLogger(__name__)
 
 ENABLED_ENV = "OTEL_EXPORT_ENABLED"
@@ -78,7 +80,7 @@ def open_tracer(service: str, instance: str, environment: Mapping[str, str] = os
 
     ``service`` is its name unless ``OTEL_SERVICE_NAME`` gives another. OpenTelemetry is imported only here.
     """
-    if environment.get(ENABLED_ENV, "").strip().lower() not in ("1", "true", "yes", "on"):
+    if not is_true(environment, ENABLED_ENV):
         return NOT_TRACING
     try:
         return _recording(service, instance, environment)

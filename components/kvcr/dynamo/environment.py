@@ -33,8 +33,6 @@ COMMAND_PATIENCE = dict.fromkeys(PATIENCE, "5")
 """In a command nobody waits for that lock, and nobody tries again. On a busy machine an etcd with users,
 which hashes their passwords, took more than a second to let one in (measured)."""
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the defaults; call it before the first runtime of the process is made.
@@ -47,11 +45,6 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     if _on_this_host(environment):
         for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"):
             environment.setdefault(name, LOOPBACK)
-
-
-def is_true(environment: Mapping[str, str], name: str) -> bool:
-    """Whether this variable says yes."""
-    return environment.get(name, "").strip().lower() in _TRUE
 
 
 def silence_runtime() -> None:

@@ -14,8 +14,8 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
-from kvcr.dynamo.environment import is_true
 from kvcr.errors import ConfigError, KvcrError
+from kvcr.sources import is_true
 
 DEFAULT_SERVER = "nats://127.0.0.1:4222"
 CONNECT_S = 3

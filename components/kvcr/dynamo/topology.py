@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvcr.dynamo.environment import is_true
+from kvcr.sources import is_true
 
 DEFAULT_MOUNT = "/etc/dynamo/topology"
 
