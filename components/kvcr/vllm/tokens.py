@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's tokens as the frontend counts them, for tools that ask about prompts."""
+"""A prompt's tokens as the frontend counts them, for commands that ask about prompts."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from kvcr.errors import ConfigError
@@ -11,13 +13,13 @@ from kvcr.errors import ConfigError
 def tokenize(text: str, model: str | Path, *, raw: bool = False) -> list[int]:
     """Token ids of ``text`` as one chat message of a user, or with ``raw`` as a prompt.
 
-    ``model`` is a directory with a tokenizer; nothing is asked of a hub. Raises ConfigError.
+    ``model`` is a directory with a tokenizer; nothing is asked of a hub. For a process that needs no torch:
+    where it is not imported yet, it cannot be afterwards. Raises ConfigError.
     """
-    from kvcr.vllm.torchvision_ops import declare_missing_operators
-
+    # Tokenizers of transformers do without torch, whose import takes most of the time of a command.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        # Or transformers cannot be imported beside a CPU-only torch.
-        declare_missing_operators()
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError("counting tokens needs transformers, which vLLM brings") from error
