@@ -161,13 +161,14 @@ async def _orders(
     """What to tell whom; and why, of guards that could not be asked what they hold."""
     from kvcr.protocol import events
 
+    # What is wrong with the command is told first, whoever is registered.
+    keys = [] if arguments.command == "unpin" else _keys(arguments)
     records = await fleet.guards()
-    if not records:
+    if not records and not getattr(arguments, "to", ""):
         raise KvcrError(deployment.no_guards(fleet))
     if arguments.command == "unpin":
         unpin = events.UnpinPayload(plan_id=plan_id, pin_id=arguments.pin_id)
         return [(record.name, events.UNPIN, unpin) for record in records], {}
-    keys = _keys(arguments)
     if arguments.command in ("prefetch", "move"):
         return [await _copy(fleet, records, arguments, keys, plan_id)], {}
     if arguments.guard:
