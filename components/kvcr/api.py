@@ -80,15 +80,9 @@ Statuses = npt.NDArray[np.uint8]
 
 _OK = int(BlockStatus.OK)
 
-SPIN_S = 0.0003
-"""How long a deposit asks the directory for its blocks before it sleeps. The guard takes a tenth of that, and
-longer where it had to be woken and its code is in no cache."""
-
-BUSY_SPIN_S = 0.0001
-"""The same of deposits that were not announced: the guard may wait for the very processor that asks."""
-
-ANNOUNCED_BYTES = 2 << 20
-"""Deposits up to this size are announced: for a longer copy than that, the guard would not stay awake."""
+SPIN_S = 0.0001
+"""How long a deposit asks the directory for its blocks before it sleeps: the guard takes half of that, if
+it has a core."""
 
 STANDING_BLOCKS = 256
 
@@ -214,31 +208,22 @@ class Kvcr:
         for name, given in (("parents", parents), ("hashes", engine_hashes), ("positions", positions)):
             if given is not None and len(given) != count:
                 raise ValueError(f"{count} keys and {len(given)} {name}; give one a key, or none")
+        blob = pack_keys(keys)
+        before = (root or bytes(KEY_BYTES)) + blob[:-KEY_BYTES] if parents is None else pack_keys(parents)
+        blocks = _Blocks(
+            array.array("i", block_ids).tobytes(),
+            blob,
+            before[: len(blob)],
+            np.frombuffer(blob, "<u8")[::2].tobytes()
+            if engine_hashes is None
+            else np.array(engine_hashes, "<u8").tobytes(),
+            np.arange(count, dtype="<u4").tobytes()
+            if positions is None
+            else np.array(positions, "<u4").tobytes(),
+        )
         deadline_s = time.monotonic() + wait_s
-        with self._worker.borrowed():
-            small = count * self._worker.layout.part_bytes <= ANNOUNCED_BYTES
-            announced = small and self._worker.announce_saves()
-            blob = pack_keys(keys)
-            before = (root or bytes(KEY_BYTES)) + blob[:-KEY_BYTES] if parents is None else pack_keys(parents)
-            blocks = _Blocks(
-                array.array("i", block_ids).tobytes(),
-                blob,
-                before[: len(blob)],
-                b"".join([key[:8] for key in keys])
-                if engine_hashes is None
-                else np.array(engine_hashes, "<u8").tobytes(),
-                array.array("I", range(count)).tobytes()
-                if positions is None
-                else np.array(positions, "<u4").tobytes(),
-            )
-            return self._deposit(keys, blocks, deadline_s, SPIN_S if announced else BUSY_SPIN_S)
-
-    def _deposit(
-        self, keys: Sequence[BlockKey], blocks: _Blocks, deadline_s: float, spin_s: float
-    ) -> Statuses:
-        blob, count = blocks.keys, len(keys)
         self.poll()
-        missing: npt.NDArray[np.intp] | slice = slice(None)
+        missing = np.arange(count)
         replaces = False
         if self._scheduler.hits(blob):
             wanted = ~self._scheduler.lookup(blob)
@@ -250,26 +235,27 @@ class Kvcr:
             blocks = blocks.at(missing)
         if self._corrupt:
             self._corrupt.difference_update(keys)
-        saved = self._save(blocks, deadline_s)
-        if saved and not replaces:
-            last = blocks.keys[KEY_BYTES * (saved - 1) : KEY_BYTES * saved]
-            # The directory shows it sooner than the guard tells it, and the last block last.
-            self._worker.work_until(
-                lambda: self._scheduler.hits(last) > 0 or self._worker.unconfirmed_fills == 0,
-                deadline_s,
-                spin_s=spin_s,
-            )
-        self._worker.take_saved_jobs()
-        if not replaces and self._scheduler.hits(blob) == count:
-            statuses = np.empty(count, np.uint8)
-            statuses.fill(_OK)
-            return statuses
-        # What was refused, or is there as another's, or as a damaged one, the guard has to say.
-        self._worker.work_until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
+        with self._worker.borrowed():
+            saved = self._save(blocks, deadline_s)
+            if saved and not replaces:
+                last = blocks.keys[KEY_BYTES * (saved - 1) : KEY_BYTES * saved]
+                # The directory shows it sooner than the guard tells it, and the last block last.
+                self._worker.work_until(
+                    lambda: self._scheduler.hits(last) > 0 or self._worker.unconfirmed_fills == 0,
+                    deadline_s,
+                    spin_s=SPIN_S,
+                )
+            self._worker.take_saved_jobs()
+            if not replaces and self._scheduler.hits(blob) == count:
+                statuses = np.empty(count, np.uint8)
+                statuses.fill(_OK)
+                return statuses
+            # What was refused, or is there as another's, or as a damaged one, the guard has to say.
+            self._worker.work_until(lambda: self._worker.unconfirmed_fills == 0, deadline_s)
         self.poll()
         here = self._scheduler.lookup(blob)
         statuses = np.full(count, BlockStatus.PENDING, np.uint8)
-        statuses[np.arange(count)[missing][saved:]] = BlockStatus.MISS
+        statuses[missing[saved:]] = BlockStatus.MISS
         if not self._scheduler.connected:
             statuses[:] = BlockStatus.GONE
         statuses[here] = BlockStatus.OK

@@ -22,7 +22,6 @@ from waiting import BUSY_S, PATIENCE_S
 
 from kvcr import api
 from kvcr.api import (
-    ANNOUNCED_BYTES,
     BlockStatus,
     EngineConfig,
     HostBlockMemory,
@@ -34,10 +33,7 @@ from kvcr.api import (
     extend_chain,
     model_identity,
 )
-from kvcr.client.link import GuardLink
-from kvcr.client.processors import Processors
 from kvcr.keys import pack_keys
-from kvcr.protocol.engine import Filled, FillsNext, ToGuard
 from kvcr.protocol.events import (
     ACTION_VERSION,
     INVALIDATE,
@@ -203,29 +199,6 @@ def test_depositing_again_is_free_and_ok(engines: list[Engine]) -> None:
     keys = chain(6)
     assert is_all(a.kv.deposit(keys[:4], range(4)), BlockStatus.OK)
     assert is_all(a.kv.deposit(keys, range(6)), BlockStatus.OK)
-
-
-@pytest.mark.parametrize("free", [True, False])
-def test_a_small_deposit_is_announced_before_it_is_copied_where_a_processor_is_free(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, free: bool
-) -> None:
-    a, _ = engines
-    said: list[type] = []
-    send = GuardLink.send
-
-    def heard(link: GuardLink, message: ToGuard) -> bool:
-        said.append(type(message))
-        return send(link, message)
-
-    monkeypatch.setattr(GuardLink, "send", heard)
-    monkeypatch.setattr(Processors, "free", lambda processors, now_s, besides: free)
-    assert is_all(a.kv.deposit(chain(2), range(2)), BlockStatus.OK)
-    assert [kind for kind in said if kind in (FillsNext, Filled)] == [FillsNext] * free + [Filled]
-    said.clear()
-    many = ANNOUNCED_BYTES // LAYOUT.part_bytes + 1
-    assert is_all(a.kv.deposit(chain(many, salt="many"), [0] * many), BlockStatus.OK)
-    assert FillsNext not in said, "the guard would not stay awake for so long"
-    assert Filled in said
 
 
 def test_a_pinned_block_survives_a_flood_that_evicts_the_others(engines: list[Engine]) -> None:

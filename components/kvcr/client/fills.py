@@ -109,9 +109,7 @@ def _part(spec: SaveSpec, rank: int, checksums: bytes, start: int) -> Filled:
     """What fits in one message, from block ``start`` on."""
 
     def part(blob: bytes, size: int) -> bytes:
-        return blob if whole else blob[start * size : (start + MAX_BLOCKS_PER_MESSAGE) * size]
-
-    whole = len(spec.slots) <= 4 * MAX_BLOCKS_PER_MESSAGE
+        return blob[start * size : (start + MAX_BLOCKS_PER_MESSAGE) * size]
 
     return Filled(
         epoch=spec.epoch,

@@ -22,24 +22,13 @@ from kvcr.client.link import GuardLink
 from kvcr.client.loading import Loader
 from kvcr.client.mapping import Attachment, PoolMapping, map_region
 from kvcr.client.memory import BlockMemory
-from kvcr.client.processors import Processors
 from kvcr.client.saving import Saver
 from kvcr.client.tally import Tally, WorkerCounters
 from kvcr.client.turns import Turns
 from kvcr.config import EngineConfig
 from kvcr.errors import Refused
 from kvcr.layout import Layout
-from kvcr.protocol.engine import (
-    FILLS_NEXT_S,
-    VERSION,
-    Alive,
-    Committed,
-    FetchProgress,
-    FillsNext,
-    Handed,
-    Hello,
-    Role,
-)
+from kvcr.protocol.engine import VERSION, Alive, Committed, FetchProgress, Handed, Hello, Role
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +69,6 @@ class WorkerHandle:
         """Of the connection that :meth:`_join` was called for."""
         self._alive_s = 0.0
         """When Alive was last sent."""
-        self._processors = Processors()
-        self._guard_awake_until_s = 0.0
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._turns = Turns(lambda: not (self._loader.busy or self._saver.busy or self._saver.unsent))
@@ -170,17 +157,6 @@ class WorkerHandle:
         callers that would only wait. What is submitted meanwhile wakes no thread."""
         return self._turns.borrowed()
 
-    def announce_saves(self) -> bool:
-        """Before a :meth:`save_now` whose commit is waited for: where a processor is free, the guard is woken
-        meanwhile. False where none is. See :meth:`borrowed`."""
-        with self._turns.borrowed():
-            now_s = time.monotonic()
-            # A guard that is still awake for the one before runs, and has its processor.
-            free = self._processors.free(now_s, besides=int(now_s < self._guard_awake_until_s))
-            if free and self._link.send(FillsNext()):
-                self._guard_awake_until_s = now_s + FILLS_NEXT_S
-            return free
-
     def save_now(self, spec: SaveSpec) -> None:
         """:meth:`submit_save`, and copy. See :meth:`borrowed`. Nothing in it waits for the guard."""
         with self._turns.borrowed():
@@ -244,7 +220,6 @@ class WorkerHandle:
                 mapping.region.close()
                 mapping.lock.release()
         os.close(self._wake)
-        self._processors.close()
 
     def _ring(self) -> None:
         if (not self._closing or self._thread.is_alive()) and self._turns.call():

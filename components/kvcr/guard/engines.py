@@ -26,14 +26,12 @@ from kvcr.layout import Layout
 from kvcr.pool import Pool
 from kvcr.protocol.codec import MAX_BLOCKS_PER_MESSAGE, i32, u64
 from kvcr.protocol.engine import (
-    FILLS_NEXT_S,
     VERSION,
     Act,
     Alive,
     DroppedG1,
     Fetch,
     Filled,
-    FillsNext,
     Finish,
     Granted,
     Hello,
@@ -186,8 +184,6 @@ class EngineServer:
         match message:
             case Filled():
                 self._deposits.filled(message, member.rank, member.send)
-            case FillsNext():
-                self._loop.stay_awake(FILLS_NEXT_S)
             case Hello():
                 raise ProtocolError("a second Hello on one connection")
             case Fetch():

@@ -52,7 +52,6 @@ class Loop:
         self._deferred: dict[Callback, None] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._awake_until_s = 0.0
         self._running = True
         self._thread: threading.Thread | None = None
 
@@ -107,10 +106,6 @@ class Loop:
         """Run ``callback`` at the end of this round, before waiting; once, however often asked."""
         self._deferred[callback] = None
 
-    def stay_awake(self, most_s: float) -> None:
-        """Ask for events instead of sleeping until some come, for ``most_s`` from now."""
-        self._awake_until_s = time.monotonic() + most_s
-
     def run(self) -> None:
         """Serve until :meth:`stop`."""
         self._thread = threading.current_thread()
@@ -143,10 +138,6 @@ class Loop:
     def _patience_s(self, most_s: float | None) -> float | None:
         if self._posted or self._deferred or not self._running:
             return 0.0
-        if self._awake_until_s:
-            if time.monotonic() < self._awake_until_s:
-                return 0.0
-            self._awake_until_s = 0.0
         while self._timers and self._timers[0][2]._callback is None:
             heapq.heappop(self._timers)
         if not self._timers:

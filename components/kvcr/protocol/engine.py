@@ -109,15 +109,6 @@ class Return(Message, frozen=True):
     generations: bytes
 
 
-FILLS_NEXT_S = 0.0003
-"""How long a guard stays awake after a FillsNext: for that Filled, and for others that follow in a row."""
-
-
-class FillsNext(Message, frozen=True):
-    """Worker to guard: a Filled that somebody waits for follows within a fraction of a millisecond, and a
-    processor is free for the guard to wait on."""
-
-
 class Filled(Message, frozen=True):
     """Worker to guard: this rank's part of these granted slots now holds these blocks.
 
@@ -368,7 +359,6 @@ ToGuard = (
     Hello
     | Reserve
     | Return
-    | FillsNext
     | Filled
     | Use
     | Fetch
