@@ -52,11 +52,12 @@ class Two:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Two]:
+    model = tiny_model()
     pool = SHM / f"kvcr-tp-{os.getpid()}"
     guard, ready = start_guard("tp", pool, POOL_BYTES, tmp_path)
     extra = {"socket": ready["socket"], "load_deadline_ms": 20_000, "lease_wait_ms": 5000}
     engine = OfflineEngine(
-        tiny_model(),
+        model,
         tmp_path / "engine.log",
         extra=extra,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},

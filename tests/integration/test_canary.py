@@ -123,7 +123,7 @@ def test_a_peer_whose_canary_does_not_verify_is_not_ready_until_it_does(director
 @needs_nixl
 def test_where_the_pool_cannot_be_mapped_the_next_way_is_taken(directory: Path) -> None:
     root, keys = chain(12, "tenant")
-    # With this setting, a's own NIXL has mapped the pool before its file goes.
+    # With this setting, a's own NIXL has mapped the pool before its file is spoilt.
     with (
         GuardProcess(directory, "a", "--transport", "nixl", slots=SLOTS) as a,
         GuardProcess(directory, "b", slots=SLOTS) as b,
@@ -134,13 +134,13 @@ def test_where_the_pool_cannot_be_mapped_the_next_way_is_taken(directory: Path) 
             told = client.ask(PeerHello(VERSION, 1, "x", 0, "", want_nixl=True))
             assert isinstance(told, PeerWelcome)
             assert told.nixl_metadata
-        meta = a.pool_dir / "meta"
-        meta.rename(a.pool_dir / "elsewhere")
+        # Its first bytes say what it is: b, which opens it now, finds no pool there. a has it open already.
+        with (a.pool_dir / "meta").open("r+b") as meta:
+            meta.write(b"x")
         with EngineClient(b, "b") as target:
             _, progress = target.fetch("r", keys, root, [Source(a.endpoint, 0, 12)])
             assert (statuses(progress), progress.transport) == ([BlockStatus.OK] * 12, "nixl")
             assert 'via="cma"' in way(b)
-        (a.pool_dir / "elsewhere").rename(meta)
 
 
 def test_a_pull_that_comes_before_the_canary_waits_for_it(directory: Path) -> None:

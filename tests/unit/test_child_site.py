@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,3 +33,20 @@ def test_the_finder_before_torchvision_has_no_other_finder_left_out(monkeypatch:
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     importlib.util.find_spec("torchvision")
     assert "torchvision" in asked
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from kvcr.vllm.torchvision_ops import declare_missing_operators as go; go(); import torchvision",
+        "import torchvision; from kvcr.vllm.torchvision_ops import declare_missing_operators as go; go()",
+        "import sys; sys.modules['torch'] = None; import importlib.util as u; u.find_spec('torchvision')",
+    ],
+    ids=["asked for first", "imported first", "without torch"],
+)
+def test_it_runs_in_every_process_of_the_environment(code: str) -> None:
+    pytest.importorskip("torch")
+    path = os.pathsep.join([str(SITE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
