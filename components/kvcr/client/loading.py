@@ -192,10 +192,9 @@ class Loader:
             origin, unreachable = None, False
             try:
                 origin = self._origin_of(message)
-            except OSError as error:
+            except (OSError, KvcrError) as error:
+                # Also where another pool is at that path: processes may see different mounts.
                 unreachable = True
-                logger.warning("the pool in %s cannot be mapped here: %s", message.pool_dir, error)
-            except KvcrError as error:
                 logger.warning("the pool in %s cannot be read here: %s", message.pool_dir, error)
             useless = load.place(message, origin, self._rank)
             if len(useless):

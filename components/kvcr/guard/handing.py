@@ -101,7 +101,7 @@ class Handing:
             inside = indices[(indices >= 0) & (indices < active.pull.count)]
             for source in np.unique(active.pull.source[inside]).tolist():
                 link = active.links[source]
-                log.warning("the engine cannot map the pool of %s", link.label)
+                log.warning("the engine cannot read the pool of %s", link.label)
                 link.in_place = False
         freed = active.handover.taken(indices.astype(np.int64), rank)
         if message.copied:

@@ -288,7 +288,7 @@ class Taken(Message, frozen=True):
     """int32 each"""
     copied: bool = True
     unreachable: bool = False
-    """This process cannot map the other guard's pool."""
+    """This process cannot read the other guard's pool."""
     corrupt: bytes = b""
     """int32 each: blocks, of another guard's pool, that did not verify"""
 
