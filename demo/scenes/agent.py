@@ -176,8 +176,9 @@ class _Run:
         messages = follow_up(self._messages["archive"], self._answers["archive"].text, "One question only.")
         pulled, kept = self._pulled(), self._resident()
         answer = self._turn("once", messages)
-        blocks = self._pulled() - pulled
+        # Guards count after the answer, and what should not stay has had time to.
         time.sleep(1.0)
+        blocks = self._pulled() - pulled
         stayed = self._resident() - kept
         plan = "fetch into engine memory, retain nothing"
         moved = f"{blocks} blocks read from A, {stayed} more in B's pool afterwards"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -534,11 +535,16 @@ def test_a_worker_killed_before_its_first_output_costs_a_plan_not_the_request(st
     assert before >= 1
     # Stopped, it is connected to and takes no request.
     stopped = stack.worker("w3")
+    numbers = itertools.count()
+
+    def answered() -> bool:
+        assert stack.ask(f"{next(numbers)} looks for it")[0] == 200
+        return True
+
+    until(lambda: answered() and not stopped.silent("request"), "w3 is used")
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
-        numbers = iter(range(20))
-        while unreachable() == before:
-            assert stack.ask(f"{next(numbers)} finds it stopped")[0] == 200
+        until(lambda: answered() and unreachable() > before, "a request finds w3 stopped")
     finally:
         os.kill(stopped.process.pid, signal.SIGCONT)
 
