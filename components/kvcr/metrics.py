@@ -147,8 +147,13 @@ class Histogram(Metric):
         # Observations in each bucket, and their sum.
         self._values: dict[Labels, tuple[list[int], float]] = {}
         if not labels:
-            # As for counters.
-            self._values[()] = self._none()
+            self.expect()
+
+    def expect(self, **labels: str) -> None:
+        """Show these labels from now on, with no observation yet: as for counters."""
+        key = self._key(labels)
+        with self._lock:
+            self._values.setdefault(key, self._none())
 
     def observe(self, value: float, **labels: str) -> None:
         key = self._key(labels)

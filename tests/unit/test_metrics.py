@@ -9,6 +9,7 @@ import urllib.request
 import pytest
 
 from kvcr.errors import ConfigError
+from kvcr.guard.meters import Meters
 from kvcr.metrics import Registry, serve_metrics
 
 
@@ -91,3 +92,10 @@ def test_served_over_http() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
     with pytest.raises(ConfigError, match=f":{port}.*choose another port"):
         serve_metrics(registry, "127.0.0.1", port)
+
+
+def test_what_the_first_pull_adds_is_an_increase() -> None:
+    page = Meters().registry.render()
+    for transport in ("shm", "nixl"):
+        assert f'kvcr_pulled_blocks_total{{transport="{transport}"}} 0' in page
+        assert f'kvcr_pull_seconds_count{{transport="{transport}"}} 0' in page

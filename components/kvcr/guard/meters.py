@@ -138,9 +138,10 @@ class Meters:
         )
         # There from the first scrape on: an increase is only seen from a zero, and the first pull may be
         # the one after a death.
-        for moved in (self.pulled_blocks, self.pulled_bytes, self.served_blocks, self.served_bytes):
-            for transport in ("shm", "nixl"):
+        for transport in ("shm", "nixl"):
+            for moved in (self.pulled_blocks, self.pulled_bytes, self.served_blocks, self.served_bytes):
                 moved.inc(0, transport=transport)
+            self.pull_seconds.expect(transport=transport)
         for result in ("ok", "partial", "none"):
             self.fetches.inc(0, result=result)
 
