@@ -20,6 +20,7 @@ from kvcr.dynamo.orders import Orders, RouterMode
 from kvcr.errors import ProtocolError
 from kvcr.protocol.events import (
     ACTION_VERSION,
+    CHANGED,
     Act,
     ActionCode,
     ActionResult,
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 PENDING = "pending"
 MAX_BATCHES = 4096
-_CHANGED = frozenset({ActionCode.DONE, ActionCode.PARTIAL, ActionCode.DEFERRED})
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Batch:
         codes = {report.result for report in self.reports.values()}
         if PENDING in codes:
             return PENDING
-        if codes & _CHANGED:
+        if codes & CHANGED:
             codes -= {ActionCode.MISS.value}
         return codes.pop() if len(codes) == 1 else ActionCode.PARTIAL.value
 

@@ -173,6 +173,9 @@ class ActionCode(enum.StrEnum):
     """malformed, of another key space, or over a limit; ``detail`` says which"""
 
 
+CHANGED = frozenset({ActionCode.DONE, ActionCode.PARTIAL, ActionCode.DEFERRED})
+"""Something was done. Of several guards, or parts of one action, a MISS of others does not spoil it."""
+
 Event = Inventory | Heartbeat | Locations | HintNotice | Act | ActionResult | StateChange
 event: Codec[Event] = Codec(Event, max_bytes=MAX_EVENT_BYTES)
 

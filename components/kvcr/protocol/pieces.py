@@ -9,6 +9,7 @@ import msgspec
 
 from kvcr.keys import KEY_BYTES
 from kvcr.protocol.events import (
+    CHANGED,
     INVALIDATE,
     ActionCode,
     ActionResult,
@@ -22,7 +23,6 @@ MAX_KEY_BYTES = 480_000
 900,000 bytes."""
 
 _HASH_BYTES = 8
-_CHANGED = frozenset({ActionCode.DONE, ActionCode.PARTIAL, ActionCode.DEFERRED})
 
 
 def pieces(payload: msgspec.Struct) -> Iterator[msgspec.Struct]:
@@ -62,7 +62,7 @@ def together(results: Sequence[ActionResult]) -> ActionResult:
 
 
 def _code_of(codes: Sequence[str], action_type: str) -> str:
-    if action_type == INVALIDATE and _CHANGED.intersection(codes):
+    if action_type == INVALIDATE and CHANGED.intersection(codes):
         # Blocks that are not there need not be dropped.
         codes = [code for code in codes if code != ActionCode.MISS]
     found = set(codes)
@@ -70,7 +70,7 @@ def _code_of(codes: Sequence[str], action_type: str) -> str:
         return codes[0]
     if found <= {ActionCode.DONE, ActionCode.DEFERRED}:
         return ActionCode.DEFERRED
-    if found & _CHANGED:
+    if found & CHANGED:
         return ActionCode.PARTIAL
     return next(code for code in codes if code != ActionCode.MISS)
 
